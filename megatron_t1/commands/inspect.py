@@ -1,0 +1,66 @@
+"""`t1 show` and `t1 compare`: read a run, change nothing (but its plots)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_t1.cli import Invocation
+from megatron_t1.errors import ConfigError, IncompleteError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` says more")
+
+
+def show(invocation: Invocation) -> int:
+    parser = _Parser(prog="t1 show", add_help=False)
+    parser.add_argument("run")
+    parser.add_argument("--trajectory", metavar="ID")
+    parser.add_argument("--trajectories", action="store_true")
+    parser.add_argument("--plots", action="store_true")
+    options = parser.parse_args(invocation.arguments)
+    if not Path(options.run).is_dir():
+        raise IncompleteError("no such run directory", where=options.run)
+    if options.trajectory:
+        from megatron_t1.report.transcript import print_transcript
+
+        print_transcript(options.run, options.trajectory)
+    elif options.trajectories:
+        from megatron_t1.report.transcript import print_trajectories
+
+        print_trajectories(options.run)
+    else:
+        from megatron_t1.report.show import print_run
+
+        if options.plots:
+            from megatron_t1.report.plots import write_plots
+
+            for path in write_plots(options.run):
+                print(path)
+            return 0
+        print_run(options.run)
+    return 0
+
+
+def compare(invocation: Invocation) -> int:
+    parser = _Parser(prog="t1 compare", add_help=False)
+    parser.add_argument("a")
+    parser.add_argument("b", nargs="?")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=10_000)
+    options = parser.parse_args(invocation.arguments)
+    if options.samples < 100:
+        raise ConfigError("--samples must be at least 100")
+    from megatron_t1.report.comparison import evaluations_of, print_comparison
+
+    if options.b is None:
+        found = evaluations_of(options.a)
+        if len(found) < 2:
+            raise IncompleteError("the run has fewer than two evaluations", where=options.a)
+        sides = found[0], found[-1]
+    else:
+        sides = evaluations_of(options.a)[-1], evaluations_of(options.b)[-1]
+    print_comparison(*sides, samples=options.samples, seed=options.seed)
+    return 0

@@ -1,0 +1,198 @@
+"""`t1 run` and its phases by hand: `t1 rollout`, `t1 train ...`, `t1 export`, `t1 eval`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from megatron_t1.cli import Invocation
+from megatron_t1.commands.configuration import command_config, print_config
+from megatron_t1.config.compose import save
+from megatron_t1.config.schema import Config
+from megatron_t1.config.validate import check
+from megatron_t1.errors import T1Error
+from megatron_t1.loop.launcher import PhaseCommand, Stopped, make_launcher, require_success
+from megatron_t1.loop.lock import RunLock
+from megatron_t1.loop.runner import opened, stop_signals
+from megatron_t1.loop.steps import Key, Step, all_steps, evaluates, next_step, total_iterations
+from megatron_t1.paths import Counters, RunPaths
+from megatron_t1.phase import PhaseResult, missing_outputs
+
+INPUTS = {
+    "rollout": ("model.path", "env.tasks"),
+    "evaluation": ("model.path", "eval.tasks"),
+    "critic": ("model.path",),
+    "actor": ("model.path",),
+    "export": ("model.path",),
+    "sft": ("model.path", "train.sft.demonstrations"),
+}
+
+
+def run(invocation: Invocation) -> int:
+    """The whole training."""
+    if invocation.multirun:
+        from megatron_t1.commands.sweep import sweep
+
+        return sweep(invocation)
+    config = command_config(invocation)
+    if invocation.print_config:
+        return print_config(config)
+    inputs = ["model.path", "env.tasks"]
+    if any(evaluates(config.loop, iteration) for iteration in range(total_iterations(config.loop) + 1)):
+        inputs.append("eval.tasks")
+    check(config, inputs)
+    return _stoppable(lambda: _run(config))
+
+
+def _run(config: Config) -> int:
+    started = time.monotonic()
+    with opened(config, say=say) as runner:
+        say(f"run {config.run.dir}: model {config.model.name}, {config.layout.processes} training processes")
+        count = runner.run()
+    from megatron_t1.report.plots import write_plots
+    from megatron_t1.report.show import print_summary
+
+    write_plots(config.run.dir)
+    say(f"done: {count} steps in {time.monotonic() - started:.0f} s" if count else "nothing is left to do")
+    print_summary(config.run.dir)
+    return 0
+
+
+def phase(invocation: Invocation) -> int:
+    """One phase of a run, started by hand: the same command, files and record as in the loop."""
+    name = invocation.command.words[-1]
+    config = command_config(invocation)
+    if invocation.print_config:
+        return print_config(config)
+    wanted, config.iteration = config.iteration, -1
+    check(config, INPUTS[name])
+    return _stoppable(lambda: _phase(config, name, wanted))
+
+
+def _phase(config: Config, name: str, wanted: int) -> int:
+    with opened(config, say=say) as runner:
+        finished = runner.manifest.keys
+        iteration = wanted if wanted >= 0 else _first_open(config, name, finished)
+        known = [step for step in all_steps(config.loop) if (iteration, name) in step.keys]
+        if not known:
+            raise T1Error(
+                f"this run has no {name} phase in iteration {iteration}",
+                where=config.run.dir,
+                remedy=f"it has {total_iterations(config.loop)} iterations, of which the first "
+                f"{config.loop.warmup_iterations} only warm up the critic",
+            )
+        if (iteration, name) in finished:
+            runner.forget((iteration, name))
+        results = runner.execute(Step(iteration, (name,)))
+    _print_results(results)
+    return 0
+
+
+def evaluate(invocation: Invocation) -> int:
+    """Evaluate the newest exported policy, or that of `iteration`."""
+    config = command_config(invocation)
+    if invocation.print_config:
+        return print_config(config)
+    wanted, config.iteration = config.iteration, -1
+    check(config, INPUTS["evaluation"])
+    return _stoppable(lambda: _evaluate(config, wanted))
+
+
+def _evaluate(config: Config, wanted: int) -> int:
+    with opened(config, say=say) as runner:
+        exported = [iteration + 1 for iteration, name in runner.manifest.keys if name == "export"]
+        iteration = wanted if wanted >= 0 else max(exported, default=0)
+        key = (iteration, "evaluation")
+        if key in runner.manifest.keys:
+            runner.forget(key)
+        results = runner.execute(Step(iteration, ("evaluation",)))
+    policy = Counters(iteration, config.loop.warmup_iterations).policy
+    _print_results(results)
+    say(f"summary: {RunPaths.of(config.run.dir).evaluation(policy) / 'summary.json'}")
+    return 0
+
+
+def sft(invocation: Invocation) -> int:
+    """Supervised fine-tuning: not part of the loop; leaves RUN/model."""
+    config = command_config(invocation)
+    if invocation.print_config:
+        return print_config(config)
+    config.iteration = -1
+    check(config, INPUTS["sft"])
+    return _stoppable(lambda: _sft(config))
+
+
+def _sft(config: Config) -> int:
+    paths = RunPaths.of(config.run.dir)
+    if paths.manifest.exists():
+        raise T1Error(
+            "this directory holds a training",
+            where=str(paths.manifest),
+            remedy="choose another run.dir for the fine-tuning",
+        )
+    paths.root.mkdir(parents=True, exist_ok=True)
+    with stop_signals() as received, RunLock(paths.root):
+        launcher = make_launcher(config, lambda: received[0] if received else 0)
+        problems = launcher.preflight()
+        if problems:
+            raise T1Error("the phase can't be started here:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        save(config, paths.config)
+        directory = paths.phase(0, "sft")
+        (directory / "result.json").unlink(missing_ok=True)
+        command = PhaseCommand(
+            "sft", "train", "megatron_t1.training.main",
+            ("--run", str(paths.root), "--iteration", "0", "--roles", "sft"),
+            config.layout.processes, distributed=True,
+        )  # fmt: skip
+        logs = directory / "logs" / f"attempt_{len(list((directory / 'logs').glob('attempt_*'))) + 1}"
+        require_success(launcher.launch(command, logs, echo=lambda line: say(f"    {line}")), command)
+    result = PhaseResult.read(directory)
+    wrong = missing_outputs(result, paths.root)
+    if wrong:
+        raise T1Error("the fine-tuning did not leave what it says: " + "; ".join(wrong[:5]), where=str(directory))
+    _print_results([result])
+    return 0
+
+
+def _first_open(config: Config, name: str, finished: set[Key]) -> int:
+    """First iteration whose `name` phase is not finished; the next step's own when it is of that kind."""
+    step = next_step(config.loop, finished)
+    if step is not None and name in step.phases:
+        return step.iteration
+    open_iterations = [
+        step.iteration
+        for step in all_steps(config.loop)
+        if name in step.phases and (step.iteration, name) not in finished
+    ]
+    if not open_iterations:
+        raise T1Error(
+            f"every {name} phase of this run is finished",
+            where=config.run.dir,
+            remedy="name one to repeat: iteration=N; or raise loop.iterations",
+        )
+    return open_iterations[0]
+
+
+def _print_results(results: list[PhaseResult]) -> None:
+    for result in results:
+        seconds = sum(value for name, value in result.timings_s.items() if name != "total")
+        say(f"{result.phase}, iteration {result.iteration}: {result.timings_s.get('total', seconds):.1f} s")
+        for name, value in sorted(result.metrics.items()):
+            say(f"    {name:<36} {value:.6g}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _stoppable(work) -> int:
+    try:
+        return work()
+    except Stopped as stopped:
+        number = stopped.signal_number
+        print(
+            f"stopped by {signal.Signals(number).name}; finished steps are kept, the same command goes on from there",
+            file=sys.stderr,
+        )
+        return 128 + number

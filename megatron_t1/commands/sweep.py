@@ -1,0 +1,89 @@
+"""`t1 run -m`: every combination of comma-separated values, each in its own process and its own run directory."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_t1.cli import Invocation
+from megatron_t1.config.compose import compose, parse_overrides
+from megatron_t1.config.validate import check
+from megatron_t1.errors import ConfigError
+
+
+def jobs(arguments: list[str]) -> list[tuple[str, list[str]]]:
+    """(name, overrides) of each run: Hydra's sweep syntax a=1,2 and choice(...), range(...), in order.
+
+    Raises:
+        ConfigError: no override has several values.
+    """
+    fixed, swept = [], []
+    for override in parse_overrides(arguments):
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            swept.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            fixed.append(override.input_line or "")
+    if not swept:
+        raise ConfigError("-m needs at least one override with several values", remedy="for example run.seed=0,1,2")
+    return [(directory_name(combination), [*fixed, *combination]) for combination in itertools.product(*swept)]
+
+
+def directory_name(overrides: tuple[str, ...]) -> str:
+    """`run.seed=1,train.actor.lr=0.1` as one plain directory name."""
+    return re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(item.lstrip("+") for item in overrides))[:150]
+
+
+def sweep(invocation: Invocation) -> int:
+    """Check every job before the first starts; run them one after another; report which failed."""
+    planned = []
+    for number, (name, overrides) in enumerate(jobs(invocation.arguments)):
+        config = compose(overrides, config_dirs=invocation.config_dirs)
+        run_dir = Path(config.run.dir) / f"{number:02d}_{name}"
+        check(config)
+        planned.append(
+            (run_dir, [*(o for o in overrides if not o.startswith("run.dir=")), f"run.dir={_quoted(run_dir)}"])
+        )
+    if invocation.print_config:
+        for run_dir, overrides in planned:
+            print(run_dir, *overrides)
+        return 0
+    failed = []
+    for number, (run_dir, overrides) in enumerate(planned):
+        print(f"== run {number + 1}/{len(planned)}: {run_dir}", flush=True)
+        options = [word for directory in invocation.config_dirs for word in ("--config-dir", directory)]
+        process = subprocess.Popen([sys.executable, "-m", "megatron_t1.cli", "run", *options, *overrides])
+        status = _wait(process)
+        if status >= 128:
+            return status
+        if status:
+            failed.append(str(run_dir))
+    if failed:
+        print(f"{len(failed)} of {len(planned)} runs failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _wait(process: subprocess.Popen) -> int:
+    """Exit status of a run; a signal to the sweep is passed on, so that the run stops cleanly."""
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 128 + received[0] if received else (status if status >= 0 else 128 - status)
+
+
+def _quoted(path: Path) -> str:
+    """A path as one Hydra value: its commas and equals signs are not syntax."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,308 @@
+"""Every option, with its type, unit and default. Importable without torch, vLLM or Megatron.
+
+conf/*.yaml holds the values of the shipped settings; this file says what may stand there. Defaults that the T1 paper
+does not give (learning rates, lambdas, reward scale, warm-up length, ...) are this project's own choice, marked "ours".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING = "???"
+
+
+@dataclass
+class RunConfig:
+    """Identity of a run. A run is a directory; everything a phase reads or writes lies below it."""
+
+    dir: str = "runs/default"
+    seed: int = 0
+
+
+@dataclass
+class LoopConfig:
+    """What `t1 run` does: warm-up iterations (rollout, critic), then iterations (rollout, critic, actor, export)."""
+
+    warmup_iterations: int = 2  # critic only, the actor's files stay untouched; ours
+    iterations: int = 3  # with an actor update
+    colocate_roles: bool = False  # one training process group hosts critic then actor: saves a start, same memory
+    evaluate_every: int = 0  # iterations between evaluations; 0: only before the first and after the last actor update
+    evaluate_first: bool = True
+    evaluate_last: bool = True
+
+
+@dataclass
+class ArchitectureConfig:
+    """A decoder-only MoE transformer by its published numbers (Hugging Face names). 0 for vocab_size: the tokenizer's."""
+
+    family: str = "qwen3_moe"  # qwen3_moe | qwen3_5_moe
+    vocab_size: int = 0
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 256  # of dense layers, where there are any
+    moe_intermediate_size: int = 64
+    num_experts: int = 16
+    num_experts_per_tok: int = 4
+    shared_expert_intermediate_size: int = 0  # 0: no shared expert
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.04
+    full_attention_interval: int = 1  # every n-th layer has full attention, the others gated delta net (qwen3_5_moe)
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    mtp_num_hidden_layers: int = 0
+
+
+@dataclass
+class ModelConfig:
+    name: str = "tiny"
+    path: str = ""  # Hugging Face directory the policy starts from (config.json, safetensors, tokenizer.json)
+    chat_format: str = "chatml_bash"  # how turns are written as tokens: megatron_t1.rollout.formats
+    dtype: str = "float32"  # float32 | bfloat16: of training and of the exported checkpoint
+    architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
+
+
+@dataclass
+class LayoutConfig:
+    """Parallel sizes of a training phase. World size must be a multiple of tensor * pipeline * context."""
+
+    processes: int = 2  # world size
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline rank
+    context: int = 1
+    expert: int = 2
+    expert_tensor: int = 1
+    dispatcher: str = "alltoall"  # alltoall | allgather
+    recompute: str = "none"  # none | full | moe
+    distributed_optimizer: bool = False
+
+
+@dataclass
+class ResourcesConfig:
+    """Where phases of one kind run. Two kinds exist, rollout and train: they may have different Python environments."""
+
+    python: str = ""  # interpreter; empty: the one that runs the loop
+    container: str = ""  # image for srun --container-image (pyxis); empty: none
+    setup: list[str] = field(default_factory=list)  # shell lines of the user's own, e.g. "module load cuda"
+    env: dict[str, str] = field(default_factory=dict)
+    nodes: int = 1
+    processes_per_node: int = 2
+    gpus_per_node: int = 0
+    threads: int = 1  # OMP_NUM_THREADS of each process
+    srun_args: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ClusterConfig:
+    launcher: str = "local"  # local | slurm
+    backend: str = "auto"  # auto | cpu | cuda: of the trainer
+    rollout: ResourcesConfig = field(default_factory=ResourcesConfig)
+    train: ResourcesConfig = field(default_factory=ResourcesConfig)
+    stop_grace_s: float = 15.0  # between SIGTERM and SIGKILL of a phase
+    phase_timeout_s: float = 86400.0
+
+
+@dataclass
+class SandboxConfig:
+    """A closed environment for one episode; `_target_` may name any class with the interface of environment.sandbox."""
+
+    _target_: str = "megatron_t1.environment.sandbox.bubblewrap.BubblewrapSandbox"
+    scratch_dir: str = ""  # where private roots lie; empty: the run's temporary directory
+    host_uid: int = 64321  # uid and gid used when the driver is root
+    memory_mb: int = 512
+    file_size_mb: int = 64
+    max_processes: int = 128
+    cpu_seconds: int = 600
+
+
+@dataclass
+class EnvConfig:
+    """Tasks, episodes and what bounds them."""
+
+    tasks: str = MISSING  # directory of Harbor-format tasks to train on
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    max_turns: int = 8  # assistant turns; 300 and more for the real thing
+    command_timeout_s: float = 10.0
+    output_limit: int = 200  # characters of a command's output shown to the model: head and tail are kept
+    agent_timeout_s: float = 120.0
+    verifier_timeout_s: float = 30.0
+    timed_out_policy: str = "score"  # score | exclude: episodes that ended by agent timeout but were verified
+
+
+@dataclass
+class EngineConfig:
+    """vLLM server(s) of a rollout phase."""
+
+    dtype: str = ""  # empty: model.dtype
+    port: int = 0  # 0: a free one
+    max_num_seqs: int = 32
+    kv_cache_bytes: int = 134217728
+    block_size: int = 32
+    chunked_prefill: bool = True  # off: per-request seeds are possible on CPU
+    enforce_eager: bool = True
+    tensor_parallel: int = 1
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0
+    omp_threads: int = 2
+    extra_args: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RolloutConfig:
+    tasks_per_iteration: int = 128  # ours
+    samples_per_task: int = 2  # ours
+    concurrency: int = 32  # episodes in flight in one rollout worker
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens_per_turn: int = 48
+    max_context: int = 512  # tokens of one trajectory; must fit train.capacity
+    seeded: bool = False  # a seed per trajectory and turn; needs engine.chunked_prefill=false on CPU
+    routes: bool = True  # record the experts each token took
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 3e-4  # ours
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+    decay: str = "constant"  # constant | cosine | linear: over decay_steps of this role's own counter
+    decay_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+
+@dataclass
+class ActorConfig(OptimizerConfig):
+    epochs: int = 1
+    minibatches: int = 2  # optimizer steps per epoch
+    clip_low: float = 0.2  # ours
+    clip_high: float = 0.28  # ours
+    dual_clip: float = 0.0  # 0: off; otherwise > 1
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0  # to the reference policy (model.path); needs a reference role
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    old_logprobs: str = "sampler"  # sampler | recomputed: which policy is "old" in the PPO ratio
+    correction: str = "none"  # none | truncated | band: sampler/trainer gap; only with old_logprobs=recomputed
+    correction_cap: float = 2.0
+    correction_low: float = 0.5
+
+
+@dataclass
+class CriticConfig(OptimizerConfig):
+    lr: float = 5e-4  # ours
+    epochs: int = 2
+    minibatches: int = 4
+    warmup_epochs: int = 4  # passes over each warm-up iteration's rollouts; ours
+    value_clip: float = 0.0  # 0: off
+    loss: str = "mse"  # mse | huber
+    huber_delta: float = 1.0
+    head_bias: str = "mean_return"  # zero | mean_return: start of the scalar head's bias at the first critic phase
+
+
+@dataclass
+class GaeConfig:
+    gamma: float = 1.0
+    lambda_actor: float = 1.0  # ours
+    lambda_critic: float = 1.0  # ours
+    length_adaptive_alpha: float = 0.0  # VAPO: lambda_actor = 1 - 1 / (alpha * sampled tokens); 0: off
+    advantages: str = "raw"  # raw | centred | whitened over the global batch
+
+
+@dataclass
+class ReplayConfig:
+    """Rollout routing replay (R3)."""
+
+    actor: bool = True
+    critic: bool = False
+    measure_gap: bool = True  # one more log-prob pass without replay, to report what replay changes
+
+
+@dataclass
+class SftConfig(OptimizerConfig):
+    lr: float = 2e-3  # ours
+    weight_decay: float = 0.01
+    warmup_steps: int = 30
+    decay: str = "cosine"
+    min_lr_ratio: float = 0.05
+    demonstrations: str = ""  # directory of records made by `t1 tasks demonstrate`
+    tokens: int = 500_000  # tokens to train on, all of a stream counted
+    tokens_per_step: int = 1024
+    aux_loss_coef: float = 0.001  # load balancing; only here, never in PPO
+    holdout: int = 200  # demonstrations kept out to report held-out loss
+
+
+@dataclass
+class TrainConfig:
+    capacity: int = 4096  # tokens of one packed micro-batch: a hard limit
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    gae: GaeConfig = field(default_factory=GaeConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    logprob_chunk: int = 1024  # tokens projected to the vocabulary at a time
+    keep_checkpoints: int = 2  # of each role, besides the newest evaluated
+
+
+@dataclass
+class RewardConfig:
+    """`_target_` may name any callable with the signature of megatron_t1.environment.reward.DenseReward."""
+
+    _target_: str = "megatron_t1.environment.reward.DenseReward"
+    scale: float = 0.25  # reward of one passed check; one number for the whole training; ours
+
+
+@dataclass
+class EvalConfig:
+    tasks: str = MISSING
+    attempts: int = 2
+    max_turns: int = 0  # 0: env.max_turns
+    temperature: float = 1.0
+    limit: int = 0  # 0: all tasks
+
+
+@dataclass
+class GenerateConfig:
+    """`t1 tasks generate` and `t1 tasks demonstrate`."""
+
+    out: str = "tasks"
+    train: int = 500
+    held_out: int = 200
+    demonstrations: int = 7000
+    demonstration_noise: float = 1.0  # multiplies each family's share of wrong commands; 0: perfect demonstrations
+    pool: str = "full"  # full | small: 8 families and half the words, learnt in minutes by a tiny model
+    families: list[str] = field(default_factory=list)  # empty: all of the pool
+    min_parts: int = 2  # sub-jobs of an RL task; demonstrations have 1 or 2
+    max_parts: int = 4
+    workers: int = 16  # sandboxes kept open at once
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    iteration: int = -1  # of a phase started by hand; -1: what the manifest says is next
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    extra: dict[str, Any] = field(default_factory=dict)  # for a user's own classes

@@ -1,0 +1,301 @@
+"""Everything that can be known to fail before anything starts: all clashes at once, in one error (miles#2367)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_t1.config.compose import flatten
+from megatron_t1.config.schema import MISSING, Config, ResourcesConfig
+from megatron_t1.errors import ConfigError
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "model.dtype": ("float32", "bfloat16"),
+    "model.architecture.family": ("qwen3_moe", "qwen3_5_moe"),
+    "layout.dispatcher": ("alltoall", "allgather"),
+    "layout.recompute": ("none", "full", "moe"),
+    "cluster.launcher": ("local", "slurm"),
+    "cluster.backend": ("auto", "cpu", "cuda"),
+    "generate.pool": ("full", "small"),
+    "env.timed_out_policy": ("score", "exclude"),
+    "rollout.engine.dtype": ("", "float32", "bfloat16"),
+    "train.actor.kl_estimator": ("k1", "k2", "k3"),
+    "train.actor.old_logprobs": ("sampler", "recomputed"),
+    "train.actor.correction": ("none", "truncated", "band"),
+    "train.critic.loss": ("mse", "huber"),
+    "train.critic.head_bias": ("zero", "mean_return"),
+    "train.gae.advantages": ("raw", "centred", "whitened"),
+    **{f"train.{role}.decay": ("constant", "cosine", "linear") for role in ("actor", "critic", "sft")},
+}
+POSITIVE = (
+    "layout.processes layout.tensor layout.pipeline layout.virtual_pipeline layout.context layout.expert "
+    "layout.expert_tensor env.max_turns env.command_timeout_s env.output_limit env.agent_timeout_s "
+    "env.verifier_timeout_s env.sandbox.memory_mb env.sandbox.file_size_mb env.sandbox.max_processes "
+    "env.sandbox.cpu_seconds rollout.tasks_per_iteration rollout.samples_per_task rollout.concurrency "
+    "rollout.temperature rollout.max_tokens_per_turn rollout.max_context rollout.engine.max_num_seqs "
+    "rollout.engine.tensor_parallel rollout.engine.start_timeout_s rollout.engine.request_timeout_s "
+    "rollout.engine.block_size train.capacity train.logprob_chunk train.keep_checkpoints train.actor.epochs "
+    "train.actor.minibatches train.critic.epochs train.critic.minibatches train.critic.warmup_epochs "
+    "train.critic.huber_delta train.sft.tokens train.sft.tokens_per_step train.actor.correction_cap eval.attempts "
+    "cluster.rollout.processes_per_node cluster.train.processes_per_node cluster.rollout.threads cluster.train.threads "
+    "cluster.stop_grace_s cluster.phase_timeout_s model.architecture.hidden_size model.architecture.num_hidden_layers "
+    "model.architecture.num_attention_heads model.architecture.num_key_value_heads model.architecture.head_dim "
+    "model.architecture.moe_intermediate_size model.architecture.num_experts model.architecture.num_experts_per_tok "
+    "model.architecture.full_attention_interval generate.min_parts generate.max_parts generate.workers"
+).split()
+NOT_NEGATIVE = (
+    "loop.warmup_iterations loop.iterations loop.evaluate_every cluster.rollout.nodes cluster.train.nodes "
+    "cluster.rollout.gpus_per_node cluster.train.gpus_per_node rollout.engine.kv_cache_bytes eval.limit eval.max_turns "
+    "eval.temperature train.actor.entropy_coef train.actor.kl_coef train.actor.clip_low train.actor.clip_high "
+    "train.critic.value_clip train.gae.length_adaptive_alpha train.sft.aux_loss_coef train.sft.holdout generate.train "
+    "generate.held_out generate.demonstrations generate.demonstration_noise run.seed model.architecture.vocab_size"
+).split()
+FRACTIONS = ("train.gae.gamma", "train.gae.lambda_actor", "train.gae.lambda_critic")
+
+
+def validate(config: Config) -> list[str]:
+    """Every clash and impossible value of the options alone, as one line each; empty when there is none."""
+    flat = flatten(config)
+    problems = [
+        f"{key}={flat[key]!r} is unknown; there are: {', '.join(repr(choice) for choice in choices)}"
+        for key, choices in CHOICES.items()
+        if flat[key] not in choices
+    ]
+    problems += [f"{key}={flat[key]} must be larger than 0" for key in POSITIVE if not flat[key] > 0]
+    problems += [f"{key}={flat[key]} must not be negative" for key in NOT_NEGATIVE if flat[key] < 0]
+    problems += [f"{key}={flat[key]} must lie in [0, 1]" for key in FRACTIONS if not 0 <= flat[key] <= 1]
+    problems += [
+        f"{key} is not a finite number"
+        for key, value in flat.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    if problems:
+        return problems  # the arithmetic below needs sane numbers
+    return [*_layout(config), *_cluster(config), *_rollout(config), *_training(config), *_targets(config)]
+
+
+def missing_inputs(config: Config, options: Iterable[str]) -> list[str]:
+    """One line for each of the path options that is not set or names nothing."""
+    flat = flatten(config)
+    problems = []
+    for option in options:
+        value = flat[option]
+        if not value or value == MISSING:
+            problems.append(f"{option} is not set")
+        elif not Path(value).is_dir():
+            problems.append(f"{option}={value}: no such directory{_advice(option)}")
+    return problems
+
+
+def check(config: Config, inputs: Iterable[str] = ()) -> None:
+    """Raise one ConfigError that lists every clash and every missing input."""
+    problems = [*validate(config), *missing_inputs(config, inputs)]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(
+            f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems),
+            remedy="nothing was started; `--cfg job` prints what is in force",
+        )
+
+
+def _advice(option: str) -> str:
+    return {
+        "model.path": " (`t1 model init` makes a tiny one, `t1 train sft` trains it)",
+        "env.tasks": " (`t1 tasks generate` makes tasks)",
+        "eval.tasks": " (`t1 tasks generate` makes tasks)",
+        "train.sft.demonstrations": " (`t1 tasks demonstrate` makes demonstrations)",
+    }.get(option, "")
+
+
+def _layout(config: Config) -> list[str]:
+    layout, model = config.layout, config.model.architecture
+    problems = []
+    dense = layout.tensor * layout.pipeline * layout.context
+    moe = layout.expert_tensor * layout.expert * layout.pipeline
+    unit = math.lcm(dense, moe)
+    world = layout.processes
+    if world % unit:
+        near = sorted({max(unit, world // unit * unit), (world // unit + 1) * unit})
+        problems.append(
+            f"layout.processes={world} must be a multiple of {unit} (tensor x pipeline x context = {dense}, "
+            f"expert x expert_tensor x pipeline = {moe}); nearest: {', '.join(map(str, near))}"  # Megatron-LM#1517
+        )
+    divisions = [
+        ("model.architecture.num_experts", model.num_experts, "layout.expert", layout.expert),
+        ("model.architecture.num_attention_heads", model.num_attention_heads, "layout.tensor", layout.tensor),
+        ("model.architecture.num_hidden_layers", model.num_hidden_layers, "layout.pipeline x layout.virtual_pipeline",
+         layout.pipeline * layout.virtual_pipeline),
+        ("model.architecture.moe_intermediate_size", model.moe_intermediate_size, "layout.expert_tensor",
+         layout.expert_tensor),
+    ]  # fmt: skip
+    if model.full_attention_interval > 1:
+        divisions.append((
+            "model.architecture.linear_num_key_heads", model.linear_num_key_heads, "layout.tensor x layout.context",
+            layout.tensor * layout.context,
+        ))  # fmt: skip
+    problems += [
+        f"{owner}={value} is not a multiple of {divisor_name}={divisor}"
+        for owner, value, divisor_name, divisor in divisions
+        if value % divisor
+    ]
+    heads = model.num_key_value_heads
+    if heads % layout.tensor and layout.tensor % heads:
+        problems.append(
+            f"model.architecture.num_key_value_heads={heads} and layout.tensor={layout.tensor} don't divide each other"
+        )
+    if model.num_attention_heads % heads:
+        problems.append(
+            f"num_attention_heads={model.num_attention_heads} is not a multiple of num_key_value_heads={heads}"
+        )
+    if model.num_experts_per_tok > model.num_experts:
+        problems.append(f"num_experts_per_tok={model.num_experts_per_tok} exceeds num_experts={model.num_experts}")
+    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
+        problems.append("layout.virtual_pipeline > 1 needs layout.pipeline > 1")
+    return problems
+
+
+def train_nodes(config: Config) -> int:
+    """Nodes a training phase takes."""
+    resources = config.cluster.train
+    return resources.nodes or -(-config.layout.processes // resources.processes_per_node)
+
+
+def _cluster(config: Config) -> list[str]:
+    cluster, problems = config.cluster, []
+    if cluster.launcher == "local":
+        for kind, resources in (("rollout", cluster.rollout), ("train", cluster.train)):
+            if resources.nodes > 1:
+                problems.append(
+                    f"cluster.{kind}.nodes={resources.nodes}: cluster=local has one node; use cluster=slurm"
+                )
+            if resources.container:
+                problems.append(f"cluster.{kind}.container needs cluster=slurm")
+        if cluster.rollout.processes_per_node > 1:
+            problems.append("cluster.rollout.processes_per_node must be 1 with cluster=local: one worker, one engine")
+        return problems
+    nodes, each = train_nodes(config), cluster.train.processes_per_node
+    if config.layout.processes < each and cluster.train.nodes <= 1:
+        return problems
+    if nodes * each != config.layout.processes:
+        problems.append(
+            f"layout.processes={config.layout.processes} is not cluster.train.nodes x processes_per_node = "
+            f"{nodes} x {each}; set cluster.train.processes_per_node to a divisor of {config.layout.processes}"
+        )
+    return problems
+
+
+def _rollout(config: Config) -> list[str]:
+    rollout, train, problems = config.rollout, config.train, []
+    if rollout.max_context > train.capacity:
+        problems.append(
+            f"rollout.max_context={rollout.max_context} exceeds train.capacity={train.capacity}: "
+            "a full trajectory would not fit one micro-batch"
+        )
+    if rollout.max_tokens_per_turn >= rollout.max_context:
+        problems.append(
+            f"rollout.max_tokens_per_turn={rollout.max_tokens_per_turn} leaves no room in "
+            f"rollout.max_context={rollout.max_context}"
+        )
+    if rollout.max_context > config.model.architecture.max_position_embeddings:
+        problems.append(
+            f"rollout.max_context={rollout.max_context} exceeds the model's "
+            f"max_position_embeddings={config.model.architecture.max_position_embeddings}"
+        )
+    if rollout.seeded and rollout.engine.chunked_prefill:
+        problems.append(
+            "rollout.seeded=true needs rollout.engine.chunked_prefill=false: per-request seeds fail with it"
+        )
+    if not 0 < rollout.top_p <= 1:
+        problems.append(f"rollout.top_p={rollout.top_p} must lie in (0, 1]")
+    if rollout.top_p < 1:
+        problems.append(
+            f"rollout.top_p={rollout.top_p}: training can't know which tokens were cut off, so log-probs would not be "
+            "comparable; sample with top_p=1"
+        )
+    if not 0 <= rollout.engine.port <= 65535:
+        problems.append(f"rollout.engine.port={rollout.engine.port} is not a port")
+    if config.generate.min_parts > config.generate.max_parts:
+        problems.append(
+            f"generate.min_parts={config.generate.min_parts} exceeds generate.max_parts={config.generate.max_parts}"
+        )
+    return problems
+
+
+def _training(config: Config) -> list[str]:
+    train, rollout, problems = config.train, config.rollout, []
+    actor = train.actor
+    if actor.correction != "none" and actor.old_logprobs != "recomputed":
+        problems.append(
+            f"train.actor.correction={actor.correction} needs train.actor.old_logprobs=recomputed: with the sampler's "
+            "log-probs as the old policy the PPO ratio already contains the gap"
+        )
+    if actor.correction == "band" and not 0 <= actor.correction_low < actor.correction_cap:
+        problems.append("train.actor.correction=band needs 0 <= correction_low < correction_cap")
+    if actor.dual_clip and actor.dual_clip <= 1:
+        problems.append(f"train.actor.dual_clip={actor.dual_clip} must be 0 (off) or larger than 1")
+    if actor.clip_low >= 1:
+        problems.append(f"train.actor.clip_low={actor.clip_low} must be smaller than 1")
+    if actor.kl_coef > 0:
+        problems.append("train.actor.kl_coef > 0 needs a reference role, which this version does not host: set it to 0")
+    for name in ("actor", "critic"):
+        if getattr(train.replay, name) and not rollout.routes:
+            problems.append(f"train.replay.{name}=true needs rollout.routes=true")
+    if train.replay.measure_gap and not train.replay.actor:
+        problems.append("train.replay.measure_gap=true compares with replay: it needs train.replay.actor=true")
+    trajectories = rollout.tasks_per_iteration * rollout.samples_per_task
+    for role in ("actor", "critic"):
+        options = getattr(train, role)
+        if options.minibatches > trajectories:
+            problems.append(f"train.{role}.minibatches={options.minibatches} exceeds the {trajectories} trajectories")
+    for role in ("actor", "critic", "sft"):
+        options = getattr(train, role)
+        if options.lr <= 0:
+            problems.append(f"train.{role}.lr={options.lr} must be larger than 0")
+        if role != "sft" and options.decay != "constant" and options.decay_steps <= 0:
+            problems.append(f"train.{role}.decay={options.decay} needs train.{role}.decay_steps > 0")
+        if not (0 <= options.beta1 < 1 and 0 <= options.beta2 < 1):
+            problems.append(f"train.{role}.beta1 and beta2 must lie in [0, 1)")
+        if options.weight_decay < 0 or options.clip_grad < 0 or options.warmup_steps < 0:
+            problems.append(f"train.{role}: weight_decay, clip_grad and warmup_steps must not be negative")
+    if not config.loop.warmup_iterations and not config.loop.iterations:
+        problems.append("loop.warmup_iterations and loop.iterations are both 0: there is nothing to do")
+    return problems
+
+
+def _targets(config: Config) -> list[str]:
+    problems = []
+    targets = {"reward._target_": config.reward._target_, "env.sandbox._target_": config.env.sandbox._target_}
+    for option, target in targets.items():
+        module, _, name = target.rpartition(".")
+        if not module or not name.isidentifier():
+            problems.append(f"{option}={target!r} is not package.module.Class")
+            continue
+        problem = _unresolvable(module, name)
+        if problem:
+            problems.append(f"{option}={target}: {problem}")
+    return problems
+
+
+def _unresolvable(module: str, name: str) -> str | None:
+    """Why `module.name` can't be imported.."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        return f"can't be imported ({error})"
+    if found is None:
+        return f"there is no module {module}"
+    try:
+        if not hasattr(importlib.import_module(module), name):
+            return f"module {module} has no {name}"
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        return f"can't be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def resources_of(config: Config, kind: str) -> ResourcesConfig:
+    """Resources of the phase kind `rollout` or `train`."""
+    return config.cluster.rollout if kind == "rollout" else config.cluster.train

@@ -1,0 +1,1 @@
+"""Tasks, closed sandboxes, the verifier and the reward."""

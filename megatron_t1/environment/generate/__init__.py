@@ -1,0 +1,1 @@
+"""Makes small terminal tasks from a seed: for training, for evaluation, and as scripted demonstrations."""

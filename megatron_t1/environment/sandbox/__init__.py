@@ -1,0 +1,1 @@
+"""Closed environments for episodes: one small interface, one native backend (bubblewrap)."""

@@ -1,0 +1,236 @@
+"""A persistent bash: commands go in over one pipe, their output comes over another, their status over a third.
+
+When a status arrives, everything the command wrote already lies in the output pipe, so no marker is mixed into the
+output. What ends or wedges the shell itself (`exit`, `exec`, a loop of builtins at its time limit) ends the whole
+process tree; the next command gets a new shell in the last known directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
+from megatron_t1.environment.sandbox.output import OutputBuffer
+from megatron_t1.environment.sandbox.process import SandboxProcess
+
+# fd 7: the true standard output, put back after a command that moved it with exec; 8: status; 9: commands.
+# The loop's descriptors are closed for the command (bash keeps its own copies close-on-exec).
+LOOP = (
+    "exec 9<&{command} 8>&{status} {command}<&- {status}>&- 7>&1; "
+    "while IFS= builtin read -r -d '' -u 9 __command; do "
+    'builtin eval "$__command" </dev/null 7>&- 8>&- 9<&-; '
+    "__status=$?; exec 1>&7 2>&7; builtin set +eux; "
+    r"""builtin printf '%d %s\0' "$__status" "$PWD" >&8; """
+    "done"
+)
+FIRST_FD = 100  # descriptors passed to bwrap stay clear of those it uses itself
+GRACE_S = 1.0  # for the shell to report after its children were killed at a time limit
+FLUSH_BYTES = 1 << 20  # read at most this after the status: a background job may write for ever
+
+Spawn = Callable[[str, int, tuple[int, int], str], Awaitable[SandboxProcess]]
+
+
+class Shell:
+    """One bash in one process tree.
+
+    Args:
+        spawn: `await spawn(script, output_fd, pass_fds, cwd)` starts bash on the sandbox's root.
+        cwd: directory to start in.
+        output_limit: bytes of output kept of one command.
+    """
+
+    def __init__(self, spawn: Spawn, cwd: str, output_limit: int):
+        self._spawn, self.cwd, self._output_limit = spawn, cwd, output_limit
+        self._process: SandboxProcess | None = None
+        self._descriptors: list[int] = []
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None
+
+    async def start(self) -> None:
+        command_read, command_write = _pipe()
+        status_read, status_write = _pipe()
+        output_read, output_write = _pipe()
+        self._descriptors = [command_write, status_read, output_read]
+        for descriptor in self._descriptors:
+            os.set_blocking(descriptor, False)
+        script = LOOP.format(command=command_read, status=status_write)
+        try:
+            self._process = await self._spawn(script, output_write, (command_read, status_write), self.cwd)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            for descriptor in (command_read, status_write, output_write):
+                os.close(descriptor)
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        if self._process is None:
+            await self.start()
+        call = _Call(*self._descriptors, command, self.cwd, self._output_limit)
+        started, deadline = time.clock_gettime(time.CLOCK_BOOTTIME), time.monotonic() + timeout_s
+        timed_out = False
+        try:
+            if not await call.finished(timeout_s):
+                timed_out = True
+                await self._interrupt(call, started)
+            if call.status is not None:
+                exit_code, self.cwd = call.status
+            else:
+                exit_code = await self._end_of_shell(0.0 if timed_out else deadline - time.monotonic())
+                timed_out = timed_out or exit_code is None
+            call.flush()
+        except BaseException:
+            call.close()
+            await self.end()
+            raise
+        call.close()
+        if call.status is None:
+            await self.end()
+        text, omitted = call.output.text()
+        return CommandResult(None if timed_out else exit_code, text, timed_out, omitted)
+
+    async def end(self) -> None:
+        """Kill the shell and everything it started; its directory stays known."""
+        process, self._process = self._process, None
+        try:
+            if process is not None:
+                await process.end()
+        finally:
+            self._close()
+
+    async def _end_of_shell(self, remaining_s: float) -> int | None:
+        """The status pipe closed without a status: `exit`, or `exec program`, which may run on until the time limit."""
+        code = await self._process.wait(remaining_s) if remaining_s > 0 else None
+        complaint = self._process.complaint()
+        if complaint:
+            raise SandboxLost(f"the shell could not be started in the sandbox: {complaint}", where=self.cwd)
+        return code
+
+    async def _interrupt(self, call: _Call, started: float) -> None:
+        """At the time limit: SIGTERM, then SIGKILL, for what this command started, until the shell reports."""
+        end = time.monotonic() + GRACE_S
+        number, wait_s = signal.SIGTERM, 0.2
+        while time.monotonic() < end:
+            for pid in _started_since(self._process.init_pid, started):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            if await call.finished(wait_s):
+                return
+            number, wait_s = signal.SIGKILL, 0.05
+
+    def _close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+
+class _Call:
+    """One command in flight: feeds it in, collects output, waits for the status."""
+
+    def __init__(self, command_fd: int, status_fd: int, output_fd: int, command: str, cwd: str, output_limit: int):
+        self._cwd = cwd
+        self._command_fd, self._status_fd, self._output_fd = command_fd, status_fd, output_fd
+        self._pending = memoryview(command.replace("\0", "").encode("utf-8", "surrogateescape") + b"\0")
+        self._status = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+        self.status: tuple[int, str] | None = None
+        self.output = OutputBuffer(output_limit)
+        self._loop.add_reader(status_fd, self._read_status)
+        self._loop.add_reader(output_fd, self._read_output)
+        self._write()
+
+    async def finished(self, timeout_s: float) -> bool:
+        """Whether a status arrived, or the shell ended, within the time."""
+        done, _ = await asyncio.wait([self._done], timeout=timeout_s)
+        return bool(done)
+
+    def flush(self) -> None:
+        """Read what already lies in the output pipe."""
+        goal = self.output.total + FLUSH_BYTES
+        while self.output.total < goal and self._read_output():
+            pass
+
+    def close(self) -> None:
+        for descriptor in (self._status_fd, self._output_fd):
+            self._loop.remove_reader(descriptor)
+        self._loop.remove_writer(self._command_fd)
+        self._done.cancel()
+
+    def _write(self) -> None:
+        try:
+            self._pending = self._pending[os.write(self._command_fd, self._pending) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._pending = self._pending[:0]
+        if self._pending:
+            self._loop.add_writer(self._command_fd, self._write)
+        else:
+            self._loop.remove_writer(self._command_fd)
+
+    def _read_status(self) -> None:
+        try:
+            block = os.read(self._status_fd, 65536)
+        except BlockingIOError:
+            return
+        self._status += block
+        message, end, _ = self._status.partition(b"\0")
+        if end:
+            code, _, directory = message.decode(errors="surrogateescape").partition(" ")
+            if code.isdigit():
+                self.status = int(code), directory if directory.startswith("/") else self._cwd
+        if end or not block:
+            self._loop.remove_reader(self._status_fd)
+            if not self._done.done():
+                self._done.set_result(None)
+
+    def _read_output(self) -> bool:
+        try:
+            block = os.read(self._output_fd, 1 << 17)
+        except BlockingIOError:
+            return False
+        if block:
+            self.output.feed(block)
+        else:
+            self._loop.remove_reader(self._output_fd)
+        return bool(block)
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe2(os.O_CLOEXEC)
+    moved = tuple(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FD) for descriptor in (read, write))
+    os.close(read)
+    os.close(write)
+    return moved
+
+
+def _started_since(init_pid: int, boottime_s: float) -> list[int]:
+    """Host pids of the shell's descendants that started at or after a moment: earlier background jobs are spared."""
+    tick = os.sysconf("SC_CLK_TCK")
+    found, pending = [], [init_pid]
+    while pending:
+        parent = pending.pop()
+        try:
+            with open(f"/proc/{parent}/task/{parent}/children") as file:
+                children = [int(word) for word in file.read().split()]
+        except OSError:
+            continue
+        pending += children
+        for pid in children:
+            try:
+                with open(f"/proc/{pid}/stat") as file:
+                    started = int(file.read().rpartition(")")[2].split()[19])
+            except (OSError, IndexError, ValueError):
+                continue
+            if started >= int(boottime_s * tick) and parent != init_pid:
+                found.append(pid)
+    return found

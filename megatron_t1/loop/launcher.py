@@ -1,0 +1,282 @@
+"""What every launcher does: start one phase command, follow it, end it with everything it started.
+
+`LocalLauncher` and `SlurmLauncher` differ only in the command line they put around the phase (`wrapped`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megatron_t1.config.schema import Config, ResourcesConfig
+from megatron_t1.errors import T1Error
+from megatron_t1.loop.processes import marked, send
+
+LAUNCH_MARK = "T1_LAUNCH"  # environment variable that every process of one launch inherits
+MAIN_LOG = "main.log"
+TAIL_LINES = 15
+QUIET = "ignore::FutureWarning,ignore::DeprecationWarning"  # of libraries, about each other; PYTHONWARNINGS overrides it
+OWN_ERROR = re.compile(r"^error(?: on rank \d+)?: ", re.MULTILINE)
+ERROR_START = re.compile(r"^(?:error(?: on rank \d+)?:|Traceback)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class PhaseCommand:
+    """One phase as a Python module with arguments; the launcher adds interpreter, ranks and machine."""
+
+    name: str  # rollout | critic | actor | export | sft | ...
+    kind: str  # rollout | train: whose resources and environment it uses
+    module: str
+    arguments: tuple[str, ...] = ()
+    processes: int = 1  # ranks of one process group; with `distributed` they get RANK, WORLD_SIZE, MASTER_*
+    distributed: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exit:
+    code: int  # of the phase; 128 + N: died of signal N
+    log: Path  # what to read: the first failing rank's log where it is known
+    rank: int | None
+    tail: str
+    seconds: float
+    reason: str = ""  # time-out, stopped, ...
+
+
+class Stopped(Exception):
+    """The loop was asked to stop (SIGTERM, SIGINT); the phase has been ended."""
+
+    def __init__(self, signal_number: int):
+        self.signal_number = signal_number
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+
+
+class Launcher(Protocol):
+    def launch(self, command: PhaseCommand, log_dir: Path, *, echo: Callable[[str], None] | None = None) -> Exit: ...
+
+    def preflight(self) -> list[str]: ...
+
+
+class BaseLauncher:
+    """Starts the wrapped command under the supervisor and follows its log.
+
+    Args:
+        config: the run's configuration; `cluster` says where and how.
+        stop_requested: returns the number of a signal that asks the loop to stop, or 0.
+    """
+
+    def __init__(self, config: Config, stop_requested: Callable[[], int] = lambda: 0):
+        self.config = config
+        self.stop_requested = stop_requested
+
+    def wrapped(self, command: PhaseCommand, log_dir: Path) -> list[str]:
+        raise NotImplementedError
+
+    def rank_logs(self, log_dir: Path) -> dict[int, list[Path]]:
+        raise NotImplementedError
+
+    def main_log(self, log_dir: Path) -> Path:
+        """What rank 0 says."""
+        return log_dir / MAIN_LOG
+
+    def shown(self, command: PhaseCommand, line: str) -> str | None:
+        """What of a main log's line is worth a line on the terminal."""
+        return line
+
+    def preflight(self) -> list[str]:
+        """Why phases can't be started here, one line each."""
+        return []
+
+    def resources(self, command: PhaseCommand) -> ResourcesConfig:
+        return self.config.cluster.rollout if command.kind == "rollout" else self.config.cluster.train
+
+    def launch(self, command: PhaseCommand, log_dir: Path, *, echo: Callable[[str], None] | None = None) -> Exit:
+        """Run the phase to its end. Nothing of it is alive afterwards.
+
+        Args:
+            log_dir: fresh directory for this attempt's logs.
+            echo: gets every complete line of the main log (rank 0) as it appears.
+
+        Raises:
+            Stopped: the loop was asked to stop; the phase was ended first.
+        """
+        if requested := self.stop_requested():
+            raise Stopped(requested)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        log, followed = log_dir / MAIN_LOG, self.main_log(log_dir)
+        token = uuid.uuid4().hex
+        resources = self.resources(command)
+        environment = {
+            "PYTHONWARNINGS": QUIET,
+            **os.environ,
+            "OMP_NUM_THREADS": str(resources.threads),
+            "PYTHONUNBUFFERED": "1",
+            **resources.env,
+            **command.environment,
+            LAUNCH_MARK: token,
+        }
+
+        def shown(line: str) -> None:
+            text = self.shown(command, line)
+            if echo is not None and text is not None:
+                echo(text)
+
+        started = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_t1.loop.supervisor", str(os.getpid()),
+             str(self.config.cluster.stop_grace_s), str(log), *self.wrapped(command, log_dir)],
+            env=_with_package_path(environment),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        reason = ""
+        try:
+            reason = self._follow(process, LogFollower(followed, shown), started)
+        finally:
+            if process.poll() is None:
+                _end(process, self.config.cluster.stop_grace_s)
+            send(marked(LAUNCH_MARK, token), signal.SIGKILL)  # only where the supervisor itself was killed
+        requested = self.stop_requested()
+        if requested and reason == "stopped":
+            raise Stopped(requested)
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        rank, path = (None, log) if code == 0 else self.first_failure(log_dir)
+        return Exit(code, path, rank, last_lines(path) if code else "", time.monotonic() - started, reason)
+
+    def _follow(self, process: subprocess.Popen, follower: LogFollower, started: float) -> str:
+        limit = self.config.cluster.phase_timeout_s
+        try:
+            while process.poll() is None:
+                follower.advance()
+                if self.stop_requested():
+                    return "stopped"
+                if time.monotonic() - started > limit:
+                    return f"exceeded cluster.phase_timeout_s={limit:g}"
+                time.sleep(0.05)
+        finally:
+            follower.advance(final=True)
+        return ""
+
+    def first_failure(self, log_dir: Path) -> tuple[int | None, Path]:
+        """Rank and log of the process that failed first: torchrun names it; otherwise the log that says why."""
+        logs = self.rank_logs(log_dir)
+        main = log_dir / MAIN_LOG
+        text = read_end(main, 200_000)
+        named = re.search(r"Root Cause.*?rank\s*:\s*(\d+)", text, re.DOTALL)
+        if not named:
+            named = re.search(r"error: [^\n]*?: tasks? (\d+)[-,\d]*: \w+", text)
+        candidates = [int(named[1])] if named else sorted(logs)
+        for rank in candidates:
+            for path in logs.get(rank, ()):
+                if ERROR_START.search(read_end(path)) or (named and path.stat().st_size):
+                    return rank, path
+        return (int(named[1]) if named else None), main
+
+    def script(self, command: PhaseCommand, log_dir: Path, extra: Sequence[str] = ()) -> Path:
+        """A bash script with the user's own set-up lines, which then becomes the command given as its arguments."""
+        path = log_dir / "launch.sh"
+        lines = ["#!/bin/bash", "set -e", *self.resources(command).setup, *extra, 'exec "$@"']
+        path.write_text("\n".join(lines) + "\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    def python(self, command: PhaseCommand) -> str:
+        return self.resources(command).python or sys.executable
+
+
+class LogFollower:
+    """Passes complete lines of a growing file on."""
+
+    def __init__(self, path: Path, echo: Callable[[str], None]):
+        self.path, self.echo, self.position, self.rest = path, echo, 0, b""
+
+    def advance(self, *, final: bool = False) -> None:
+        if not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self.position)
+            data = file.read()
+        self.position += len(data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if final and self.rest:
+            lines, self.rest = [*lines, self.rest], b""
+        for line in lines:
+            self.echo(line.decode(errors="replace"))
+
+
+def make_launcher(config: Config, stop_requested: Callable[[], int] = lambda: 0) -> BaseLauncher:
+    if config.cluster.launcher == "slurm":
+        from megatron_t1.loop.slurm import SlurmLauncher
+
+        return SlurmLauncher(config, stop_requested)
+    from megatron_t1.loop.local import LocalLauncher
+
+    return LocalLauncher(config, stop_requested)
+
+
+def require_success(result: Exit, command: PhaseCommand) -> None:
+    """One readable error for a failed phase: what it said last, and where the rest is."""
+    if result.code == 0 and not result.reason:
+        return
+    if result.reason:
+        how = result.reason
+    elif result.code > 128:
+        number = result.code - 128
+        known = number in {item.value for item in signal.Signals}
+        how = f"died of {signal.Signals(number).name if known else f'signal {number}'}"
+    else:
+        how = f"failed with exit status {result.code}"
+    rank = "" if result.rank is None else f" (first failing rank: {result.rank})"
+    indented = "\n".join(f"    | {line}" for line in result.tail.splitlines())
+    raise T1Error(
+        f"the {command.name} phase {how}{rank}; it said last:\n{indented or '    | (nothing)'}",
+        where=str(result.log),
+        remedy="mend what it names and start the same command again: finished steps are kept",
+    )
+
+
+def last_lines(path: Path, count: int = TAIL_LINES) -> str:
+    """The end of a log. Where the phase printed an `error: ` of this package, only that."""
+    text = read_end(path).rstrip()
+    own = [match.start() for match in OWN_ERROR.finditer(text)]
+    if own:
+        return "\n".join(text[own[0] :].splitlines()[:count])
+    return "\n".join(text.splitlines()[-count:])
+
+
+def read_end(path: Path, size: int = 20_000) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _with_package_path(environment: dict[str, str]) -> dict[str, str]:
+    """Phases import this very package, also from a checkout that was never installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    known = environment.get("PYTHONPATH", "")
+    if root in known.split(os.pathsep):
+        return environment
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [root, known]))}
+
+
+def _end(process: subprocess.Popen, grace_s: float) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(grace_s + 10.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

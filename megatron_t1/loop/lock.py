@@ -1,0 +1,146 @@
+"""One loop for each run directory: a lock file with its owner and a heartbeat; a dead owner's lock is taken over.
+
+Works on a shared file system without lock daemons: creation is exclusive, staleness is judged by the owner's process
+where it is visible, and by the file's own modification time (the file system's clock, not this machine's) elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from megatron_t1.errors import T1Error
+from megatron_t1.loop.processes import start_ticks
+
+LOCK_FILE = "loop.lock"
+HEARTBEAT_S = 10.0
+STALE_AFTER_S = 120.0  # without a heartbeat, of an owner whose process can't be seen from here
+
+
+class RunLock:
+    """Context manager; raises T1Error naming the owner when another loop holds the run directory."""
+
+    def __init__(self, run_dir: str | Path, *, heartbeat_s: float = HEARTBEAT_S, stale_after_s: float = STALE_AFTER_S):
+        self.path = Path(run_dir) / LOCK_FILE
+        self.heartbeat_s, self.stale_after_s = heartbeat_s, stale_after_s
+        self.token = uuid.uuid4().hex
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> RunLock:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(5):
+            if self._create():
+                self._thread = threading.Thread(target=self._beat, name="run-lock-heartbeat", daemon=True)
+                self._thread.start()
+                return self
+            self._take_away_if_stale()
+        raise T1Error("several loops are taking over the same run directory", where=str(self.path), remedy="try again")
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._read().get("token") == self.token:
+            self.path.unlink(missing_ok=True)
+
+    def _create(self) -> bool:
+        temporary = self.path.with_name(f"{LOCK_FILE}.{self.token}")
+        temporary.write_text(json.dumps({**this_process(), "token": self.token}))
+        try:
+            os.link(temporary, self.path)  # exclusive, and never half-written
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            owner = json.loads(self.path.read_text())
+            return owner if isinstance(owner, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def _take_away_if_stale(self) -> None:
+        owner = self._read()
+        alive = owner_alive(owner)
+        if alive is None:
+            alive = self._age() < self.stale_after_s
+        if alive:
+            raise T1Error(
+                f"another loop works on this run: process {owner.get('pid')} on {owner.get('host')}"
+                + (f", Slurm job {owner['slurm_job']}" if owner.get("slurm_job") else ""),
+                where=str(self.path),
+                remedy="wait for it or stop it; choose another run.dir for a second run",
+            )
+        aside = self.path.with_name(f"{LOCK_FILE}.stale.{self.token}")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        taken = json.loads(aside.read_text() or "{}") if aside.stat().st_size else {}
+        if taken.get("token") != owner.get("token"):  # a faster loop has replaced it meanwhile: give it back
+            os.link(aside, self.path)
+        aside.unlink()
+
+    def _age(self) -> float:
+        """Seconds since the last heartbeat, both ends measured by the file system's clock."""
+        probe = self.path.with_name(f"{LOCK_FILE}.clock.{self.token}")
+        try:
+            probe.touch()
+            return probe.stat().st_mtime - self.path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self.heartbeat_s):
+            try:
+                os.utime(self.path)
+            except OSError:
+                time.sleep(1.0)
+
+
+def this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "namespace": _namespace(),
+        "boot": _boot(),
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+        "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
+    }
+
+
+def owner_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the lock's owner still runs; None when it can't be seen from here (another host or namespace)."""
+    here = this_process()
+    if owner.get("host") != here["host"]:
+        return None
+    if owner.get("boot") != here["boot"]:
+        return False  # the machine has been restarted since
+    if owner.get("namespace") != here["namespace"]:
+        return None
+    return owner.get("start_ticks") is not None and start_ticks(int(owner["pid"])) == owner["start_ticks"]
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

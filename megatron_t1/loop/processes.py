@@ -1,0 +1,122 @@
+"""Process trees on Linux: who descends from whom, and how to end them all. Reads /proc; needs nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent (the thread that started it) ends."""
+    _prctl(PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:  # the parent ended before the request reached the kernel
+        os.kill(os.getpid(), signal_number)
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become children of this process, so that none can leave its tree."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone or only a zombie is left."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if after_name[0] in "ZX" else int(after_name[19])
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`, parents before children."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            after_name = Path(f"/proc/{entry.name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if after_name[0] not in "ZX":
+            children.setdefault(int(after_name[1]), []).append(int(entry.name))
+    found, queue = [], [root]
+    while queue:
+        for child in children.get(queue.pop(0), ()):
+            found.append(child)
+            queue.append(child)
+    return found
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def end_descendants(root: int, grace_s: float) -> int:
+    """SIGTERM to everything below `root`, SIGKILL to what is left after `grace_s`; returns how many had to be killed.
+
+    Reaps its own children while it waits, so it may be called by a subreaper for itself.
+    """
+    send(descendants(root), signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline:
+        reap()
+        if not descendants(root):
+            return 0
+        time.sleep(0.02)
+    killed: set[int] = set()
+    for _ in range(250):  # a dying process may still be starting another
+        alive = descendants(root)
+        if not alive:
+            break
+        killed.update(alive)
+        send(alive, signal.SIGKILL)
+        time.sleep(0.02)
+        reap()
+    return len(killed)
+
+
+def reap() -> dict[int, int]:
+    """Collect ended children without blocking: pid -> wait status."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = status
+
+
+def marked(name: str, value: str) -> list[int]:
+    """Processes whose environment holds `name=value`: what is left of a launch, wherever it went."""
+    needle = f"{name}={value}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = Path(f"/proc/{entry.name}/environ").read_bytes()
+        except OSError:
+            continue
+        if needle in environment.split(b"\0"):
+            found.append(int(entry.name))
+    return found

@@ -1,0 +1,294 @@
+"""Runs the steps of a training: start, wait, check, record. Holds no tensors.
+
+What makes a step safe to interrupt anywhere: before a launch its inputs are written to launch.json; the phase writes
+its outputs, then result.json; the loop checks the outputs and writes the manifest. A result without a manifest entry
+is adopted when the launch that made it had the same inputs, otherwise it is set aside and the step is run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_t1 import atomic
+from megatron_t1.config.compose import save
+from megatron_t1.config.schema import Config
+from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand, Stopped, make_launcher, require_success
+from megatron_t1.loop.lock import RunLock
+from megatron_t1.loop.manifest import FinishedStep, Manifest, config_digest, open_manifest
+from megatron_t1.loop.steps import Key, Step, all_steps, next_step, predecessors, successors
+from megatron_t1.loop.storage import require_space, retire
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs
+from megatron_t1.report.metrics import MetricsWriter
+
+LAUNCH_FILE = "launch.json"
+
+
+def step_command(config: Config, step: Step) -> PhaseCommand:
+    """The command that runs a step from the run directory's own files."""
+    common = ("--run", str(Path(config.run.dir).resolve()), "--iteration", str(step.iteration))
+    name = "+".join(step.phases)
+    if step.kind == "rollout":
+        arguments = (*common, "--phases", ",".join(step.phases))
+        return PhaseCommand(name, "rollout", "megatron_t1.loop.worker", arguments)
+    arguments = (*common, "--roles", ",".join(step.phases))
+    return PhaseCommand(
+        name, "train", "megatron_t1.training.main", arguments, config.layout.processes, distributed=True
+    )
+
+
+@dataclass
+class Runner:
+    """One start of the loop on one run directory; use inside `opened`."""
+
+    config: Config
+    manifest: Manifest
+    launcher: BaseLauncher
+    metrics: MetricsWriter
+    say: Callable[[str], None]
+    command: Callable[..., PhaseCommand] = step_command
+    paths: RunPaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = RunPaths.of(self.config.run.dir)
+
+    def run(self) -> int:
+        """Run every step that is left; returns how many were."""
+        count = 0
+        total = sum(1 for _ in all_steps(self.config.loop))
+        while (step := next_step(self.config.loop, self.manifest.keys)) is not None:
+            finished = sum(1 for other in all_steps(self.config.loop) if set(other.keys) <= self.manifest.keys)
+            self.say(f"[{finished + 1}/{total}] {step}")
+            self.execute(step)
+            count += 1
+        return count
+
+    def execute(self, step: Step) -> list[PhaseResult]:
+        """Run one launch (or adopt what an interrupted loop left of it) and record it."""
+        adopted = [result for key in step.keys if (result := self._adopt(key)) is not None]
+        pending = tuple(phase for phase in step.phases if (step.iteration, phase) not in self.manifest.keys)
+        if not pending:
+            return adopted
+        step = Step(step.iteration, pending)
+        self._require_inputs(step)
+        require_space(self.config, self.manifest, step)
+        launch, attempt = self._prepare(step)
+        command = self.command(self.config, step)
+        logs = self.paths.phase(step.iteration, pending[-1]) / "logs" / f"attempt_{attempt}"
+        result = self.launcher.launch(command, logs, echo=lambda line: self.say(f"    {line}"))
+        require_success(result, command)
+        results = [self._checked(key) for key in step.keys]
+        for phase_result in results:
+            self._record(phase_result, launch, result.seconds, attempt)
+        retire(self.config, self.manifest)
+        return [*adopted, *results]
+
+    def _inputs(self, key: Key, launch: str = "", together: Sequence[Key] = ()) -> dict[str, str]:
+        """What a step reads, by name: the digest of its maker's result, or the launch that is to make it."""
+        inputs = {"config": config_digest(self.manifest.config)}
+        for predecessor in predecessors(self.config.loop, key):
+            name = f"{predecessor[0]}/{predecessor[1]}"
+            if predecessor in together:
+                inputs[name] = f"launch:{launch}"
+                continue
+            finished = self.manifest.find(predecessor)
+            inputs[name] = finished.result_sha256 if finished else "missing"
+        return inputs
+
+    def _prepare(self, step: Step) -> tuple[str, int]:
+        """Write down what this launch reads; set aside results of launches that read something else."""
+        launch, attempt = uuid.uuid4().hex, 1
+        for key in step.keys:
+            directory = self.paths.phase(*key)
+            attempt = max(attempt, _read_json(directory / LAUNCH_FILE).get("attempt", 0) + 1)
+        for key in step.keys:
+            directory = self.paths.phase(*key)
+            if (directory / RESULT_FILE).exists():
+                os.replace(directory / RESULT_FILE, directory / f"superseded.{RESULT_FILE}")
+            atomic.write_json(
+                directory / LAUNCH_FILE,
+                {"launch": launch, "attempt": attempt, "started_at": time.time(),
+                 "inputs": self._inputs(key, launch, step.keys), "phases": list(step.phases)},
+            )  # fmt: skip
+        return launch, attempt
+
+    def _adopt(self, key: Key) -> PhaseResult | None:
+        """Record a result that a loop left behind when it was killed before it could record it."""
+        if key in self.manifest.keys:
+            return None
+        directory = self.paths.phase(*key)
+        launch = _read_json(directory / LAUNCH_FILE)
+        if not launch or not (directory / RESULT_FILE).exists():
+            return None
+        for name, value in self._inputs(key).items():
+            recorded = launch.get("inputs", {}).get(name)
+            if recorded == f"launch:{launch['launch']}":
+                iteration, _, phase = name.partition("/")
+                made = self.manifest.find((int(iteration), phase))
+                if made is None or made.launch != launch["launch"]:
+                    return None
+            elif recorded != value:
+                return None
+        try:
+            result = self._checked(key)
+        except IncompleteError:
+            return None
+        self.say(f"    {key[1]} of iteration {key[0]} was already finished; it is not repeated")
+        self._record(result, launch["launch"], sum(result.timings_s.values()), launch["attempt"])
+        return result
+
+    def _checked(self, key: Key) -> PhaseResult:
+        directory = self.paths.phase(*key)
+        result = PhaseResult.read(directory)
+        if (result.iteration, result.phase) != key:
+            raise IncompleteError(
+                f"the result is of {result.phase}, iteration {result.iteration}; expected {key[1]}, iteration {key[0]}",
+                where=str(directory / RESULT_FILE),
+                remedy="start the loop again: the step will be repeated",
+            )
+        self._require_outputs(result, directory)
+        return result
+
+    def _require_outputs(self, result: PhaseResult, directory: Path) -> None:
+        wrong = missing_outputs(result, self.paths.root)
+        if wrong:
+            raise IncompleteError(
+                f"outputs of {result.phase} (iteration {result.iteration}) are not what its result says: "
+                + "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+                where=str(directory / RESULT_FILE),
+                remedy="restore the files from a copy; or repeat from there in a copy of the run directory",
+            )  # fmt: skip
+
+    def _require_inputs(self, step: Step) -> None:
+        """What the step is about to read is still there, with the recorded sizes and the recorded result."""
+        for key in step.keys:
+            for predecessor in predecessors(self.config.loop, key):
+                finished = self.manifest.find(predecessor)
+                if predecessor in step.keys:
+                    continue
+                directory = self.paths.phase(*predecessor)
+                if finished is None:
+                    raise T1Error(
+                        f"{key[1]} of iteration {key[0]} needs {predecessor[1]} of iteration {predecessor[0]} first",
+                        where=str(self.paths.manifest),
+                        remedy="`t1 run` runs the steps in order",
+                    )
+                result = PhaseResult.read(directory)
+                if atomic.sha256_file(directory / RESULT_FILE) != finished.result_sha256:
+                    raise IncompleteError(
+                        f"{predecessor[1]} of iteration {predecessor[0]} is not the one that was recorded",
+                        where=str(directory / RESULT_FILE),
+                        remedy="restore the file from a copy of the run directory",
+                    )
+                self._require_outputs(result, directory)
+
+    def _record(self, result: PhaseResult, launch: str, seconds: float, attempts: int) -> None:
+        directory = self.paths.phase(result.iteration, result.phase)
+        self.metrics.append(result, seconds=seconds)
+        self.manifest.finished.append(
+            FinishedStep(
+                iteration=result.iteration,
+                phase=result.phase,
+                result_sha256=atomic.sha256_file(directory / RESULT_FILE),
+                launch=launch,
+                inputs=_read_json(directory / LAUNCH_FILE).get("inputs", {}),
+                seconds=seconds,
+                attempts=attempts,
+                output_files=len(result.outputs),
+                output_bytes=sum(file.size for file in result.outputs),
+                finished_at=time.time(),
+            )
+        )
+        self.manifest.write(self.paths.manifest)
+
+    def forget(self, key: Key) -> None:
+        """Take a step out of the manifest so that it can be run again by hand; refused once others have read it."""
+        readers = [other for other in successors(self.config.loop, key) if other in self.manifest.keys]
+        if readers:
+            names = ", ".join(f"{phase} of iteration {iteration}" for iteration, phase in readers)
+            raise T1Error(
+                f"{key[1]} of iteration {key[0]} is finished and was read by {names}",
+                where=str(self.paths.manifest),
+                remedy="repeat it in a copy of the run directory, or choose another iteration=N",
+            )
+        self.manifest.finished = [step for step in self.manifest.finished if step.key != key]
+        directory = self.paths.phase(*key)
+        if (directory / RESULT_FILE).exists():
+            os.replace(directory / RESULT_FILE, directory / f"superseded.{RESULT_FILE}")
+        self.manifest.write(self.paths.manifest)
+
+
+@contextmanager
+def opened(
+    config: Config,
+    *,
+    say: Callable[[str], None] = print,
+    command: Callable[..., PhaseCommand] = step_command,
+) -> Iterator[Runner]:
+    """Lock the run directory, open or make its manifest and config.yaml, and stop cleanly on SIGTERM and SIGINT.
+
+    Raises:
+        T1Error: the directory is locked, belongs to another configuration, or phases can't be started here.
+        Stopped: from the body, after a signal; the running phase has been ended, the manifest is intact.
+    """
+    paths = RunPaths.of(config.run.dir)
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise T1Error(
+            f"the run directory can't be made: {error.strerror}", where=str(paths.root), remedy="choose another run.dir"
+        ) from error
+    with stop_signals() as received, RunLock(paths.root):
+        manifest = open_manifest(config)
+        launcher = make_launcher(config, lambda: received[0] if received else 0)
+        problems = launcher.preflight()
+        if problems:
+            raise T1Error(
+                "phases can't be started here:\n" + "\n".join(f"  - {problem}" for problem in problems),
+                remedy="nothing was started",
+            )
+        save(config, paths.config)
+        manifest.write(paths.manifest)
+        metrics = MetricsWriter(paths)
+        try:
+            yield Runner(config, manifest, launcher, metrics, say, command)
+        finally:
+            metrics.close()
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Remember SIGTERM, SIGINT and SIGHUP instead of dying of them; a second one of the same kind acts as usual."""
+    received: list[int] = []
+    previous = {}
+
+    def remember(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        previous[number] = signal.signal(number, remember)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if received:
+        raise Stopped(received[0])
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text())
+        return value if isinstance(value, dict) else {}
+    except (OSError, ValueError):
+        return {}

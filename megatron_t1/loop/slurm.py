@@ -1,0 +1,173 @@
+"""Phases as srun steps of the allocation the loop runs in: no Ray, no name resolution, one at a time (verl#491)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_t1.config.schema import Config
+from megatron_t1.config.validate import train_nodes
+from megatron_t1.errors import T1Error
+from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand
+from megatron_t1.loop.worker import WORKER, WORKERS
+
+PORT_BASE, PORT_RANGE = 20000, 20000
+# Each task finds its place in the group from what Slurm tells it.
+RANK_LINES = ("export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",)
+WORKER_LINES = (f"export {WORKER}=$SLURM_PROCID {WORKERS}=$SLURM_NTASKS",)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    job_id: int
+    nodes: int
+    cpus_per_node: int  # the smallest node's
+    gpus_per_node: int  # 0: none or not known
+    node_list: str
+
+    @classmethod
+    def current(cls) -> Allocation:
+        """From Slurm's environment of this job.
+
+        Raises:
+            T1Error: this process isn't in an allocation.
+        """
+        job = os.environ.get("SLURM_JOB_ID")
+        if not job:
+            raise T1Error(
+                "cluster.launcher=slurm, but this is not a Slurm allocation (SLURM_JOB_ID is not set)",
+                remedy="submit it (`sbatch slurm/ppo_122b.sh key=value ...`), use `salloc`, or cluster=local",
+            )
+        return cls(
+            job_id=int(job),
+            nodes=int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1),
+            cpus_per_node=min(_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))),
+            gpus_per_node=_gpus(os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or ""),
+            node_list=os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST") or "",
+        )
+
+
+@dataclass(frozen=True)
+class Need:
+    phase: str
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+
+
+def needs(config: Config, allocated_nodes: int) -> list[Need]:
+    """What each kind of phase asks of the allocation."""
+    rollout, train = config.cluster.rollout, config.cluster.train
+    return [
+        Need("rollout", rollout.nodes or allocated_nodes, rollout.processes_per_node, rollout.gpus_per_node),
+        Need(
+            "training",
+            train_nodes(config),
+            min(train.processes_per_node, config.layout.processes),
+            train.gpus_per_node or (train.processes_per_node if config.cluster.backend == "cuda" else 0),
+        ),
+    ]
+
+
+def compare(config: Config, allocation: Allocation) -> list[str]:
+    """Where the allocation is too small for the layout, one line each; empty when everything fits."""
+    problems = []
+    for need in needs(config, allocation.nodes):
+        if need.nodes > allocation.nodes:
+            problems.append(
+                f"{need.phase} needs {need.nodes} nodes ({need.tasks_per_node} processes each), the allocation has "
+                f"{allocation.nodes}: submit with -N{need.nodes}, or choose a smaller layout"
+            )
+        if need.tasks_per_node > allocation.cpus_per_node:
+            problems.append(
+                f"{need.phase} starts {need.tasks_per_node} processes per node, the allocation has "
+                f"{allocation.cpus_per_node} CPUs per node: submit with --cpus-per-task or --exclusive"
+            )
+        if need.gpus_per_node > allocation.gpus_per_node:
+            problems.append(
+                f"{need.phase} needs {need.gpus_per_node} GPUs per node, the allocation has "
+                f"{allocation.gpus_per_node}: submit with --gpus-per-node={need.gpus_per_node}"
+            )
+    return problems
+
+
+class SlurmLauncher(BaseLauncher):
+    def wrapped(self, command: PhaseCommand, log_dir: Path) -> list[str]:
+        allocation = Allocation.current()
+        resources = self.resources(command)
+        need = needs(self.config, allocation.nodes)[0 if command.kind == "rollout" else 1]
+        tasks = command.processes if command.distributed else need.nodes * need.tasks_per_node
+        nodes = min(need.nodes, tasks)
+        per_node = -(-tasks // nodes)
+        cpus = max(1, min(resources.threads, allocation.cpus_per_node // per_node))
+        line = [
+            "srun", f"--nodes={nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}", f"--cpus-per-task={cpus}",
+            "--kill-on-bad-exit=1", "--export=ALL", "--unbuffered", f"--job-name={command.name}",
+            f"--output={log_dir}/rank_%t.log",
+        ]  # fmt: skip
+        if resources.gpus_per_node:
+            line.append(f"--gpus-per-node={resources.gpus_per_node}")
+        if resources.container:
+            line.append(f"--container-image={resources.container}")
+        line += resources.srun_args
+        extra = [*RANK_LINES, *self._rendezvous(allocation)] if command.distributed else WORKER_LINES
+        script = self.script(command, log_dir, extra)
+        return [*line, "bash", str(script), self.python(command), "-m", command.module, *command.arguments]
+
+    def _rendezvous(self, allocation: Allocation) -> list[str]:
+        address = node_address(first_node(allocation.node_list))
+        port = PORT_BASE + (allocation.job_id * 7919 + self._launches()) % PORT_RANGE
+        return [f"export MASTER_ADDR={address} MASTER_PORT={port}"]
+
+    def _launches(self) -> int:
+        """Each launch takes another port: the last one's may still be in TIME_WAIT."""
+        self._count = getattr(self, "_count", -1) + 1
+        return self._count
+
+    def main_log(self, log_dir: Path) -> Path:
+        return log_dir / "rank_0.log"
+
+    def rank_logs(self, log_dir: Path) -> dict[int, list[Path]]:
+        return {int(path.stem.removeprefix("rank_")): [path] for path in sorted(log_dir.glob("rank_*.log"))}
+
+    def preflight(self) -> list[str]:
+        missing = [name for name in ("srun", "scontrol") if shutil.which(name) is None]
+        if missing:
+            return [f"cluster.launcher=slurm needs {' and '.join(missing)} on PATH"]
+        return compare(self.config, Allocation.current())
+
+
+def first_node(node_list: str) -> str:
+    """First node name of a Slurm list such as `n[1-4,7],gpu03`."""
+    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?([^,]*)", node_list)
+    if not match:
+        raise T1Error(f"can't read the node list {node_list!r}", where="SLURM_JOB_NODELIST")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def node_address(node: str) -> str:
+    """Address of a node as Slurm knows it; node names need not resolve."""
+    shown = subprocess.run(["scontrol", "show", "node", node, "-o"], capture_output=True, text=True)
+    match = re.search(r"\bNodeAddr=([A-Za-z0-9_.:-]+)", shown.stdout)
+    if shown.returncode or not match:
+        raise T1Error(
+            f"Slurm doesn't tell the address of node {node}: {shown.stderr.strip() or shown.stdout.strip()[:200]}",
+            where="scontrol show node",
+            remedy="check that the controller answers (`scontrol ping`)",
+        )
+    return match[1]
+
+
+def _counts(text: str) -> list[int]:
+    """`72(x2),36` -> [72, 36]."""
+    return [int(re.match(r"\d+", part)[0]) for part in text.split(",") if part] or [1]
+
+
+def _gpus(text: str) -> int:
+    """`8`, `h100:8` or `gpu:h100:8,...` -> 8."""
+    numbers = [int(part.rpartition(":")[2]) for part in text.split(",") if part.rpartition(":")[2].isdigit()]
+    return sum(numbers)

@@ -1,0 +1,315 @@
+"""From published architecture numbers and a parallel layout to Megatron model chunks. Family: Qwen3-MoE.
+
+Only `architecture_from_hf` and `padded_vocabulary` work without torch; the rest needs a prepared backend.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig, ModelConfig
+from megatron_t1.errors import ConfigError, IncompleteError, MismatchError
+from megatron_t1.model.backend import Backend
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+Role = Literal["policy", "value"]
+DTYPES = ("float32", "bfloat16")
+
+
+def padded_vocabulary(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up so that every tensor-parallel rank has the same number."""
+    return -(-vocab_size // tensor) * tensor
+
+
+def transformer_config(
+    architecture: ArchitectureConfig,
+    layout: LayoutConfig,
+    dtype: str,
+    *,
+    backend: Backend,
+    aux_loss_coef: float = 0.0,
+    initialize: bool = True,
+    **overrides: Any,
+) -> TransformerConfig:
+    """Megatron's configuration of one model.
+
+    Losses are per token (`calculate_per_token_loss`): a loss function returns a sum and a count. There is no dropout,
+    and the router computes in fp32. Fused kernels are used where the backend has them, except the fused router, which
+    would bypass replay.
+
+    Args:
+        architecture: family must be qwen3_moe, vocab_size must be known.
+        dtype: "float32" or "bfloat16", of parameters and activations.
+        aux_loss_coef: load balancing loss; 0 builds the model without it.
+        initialize: random parameters; without it they are whatever memory held, for models that are loaded at once.
+        overrides: any field of TransformerConfig, applied last.
+
+    Raises:
+        ConfigError: unknown family or dtype, or a piece this family doesn't have.
+    """
+    import torch
+    from megatron.core import __version__ as core_version
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    _require_buildable(architecture, dtype)
+    torch_dtype = getattr(torch, dtype)
+    pipelined, fused = layout.pipeline > 1, backend.fused
+    fields: dict[str, Any] = dict(
+        num_layers=architecture.num_hidden_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.intermediate_size,
+        layernorm_epsilon=architecture.rms_norm_eps,
+        init_method_std=architecture.initializer_range,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        # experts
+        num_moe_experts=architecture.num_experts,
+        moe_ffn_hidden_size=architecture.moe_intermediate_size,
+        moe_router_topk=architecture.num_experts_per_tok,
+        moe_router_score_function="softmax",
+        moe_router_pre_softmax=False,  # softmax over the chosen k: softmax over all, renormalised
+        moe_router_dtype="fp32",
+        moe_router_fusion=False,
+        moe_router_load_balancing_type="aux_loss" if aux_loss_coef else "none",
+        moe_aux_loss_coeff=aux_loss_coef * _aux_loss_correction(layout, core_version),
+        moe_token_dispatcher_type=layout.dispatcher,
+        moe_grouped_gemm=fused,
+        moe_permute_fusion=fused,
+        # parallel sizes
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,  # Megatron trains MoE under tensor parallelism only so
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        variable_seq_lengths=pipelined and layout.virtual_pipeline == 1 and layout.dispatcher == "alltoall",
+        deallocate_pipeline_outputs=pipelined and backend.name == "cuda",  # trains wrong on gloo with virtual stages
+        # Batched point-to-point mixes up the next and the previous rank where both are the same peer.
+        overlap_p2p_comm=layout.virtual_pipeline > 1,
+        batch_p2p_comm=layout.virtual_pipeline == 1,
+        # numbers
+        params_dtype=torch_dtype,
+        pipeline_dtype=torch_dtype,
+        bf16=dtype == "bfloat16",
+        calculate_per_token_loss=True,
+        # kernels
+        use_cpu_initialization=not fused,
+        perform_initialization=initialize,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        apply_rope_fusion=fused,
+        gradient_accumulation_fusion=False,
+    )
+    if layout.recompute == "full":
+        fields.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif layout.recompute == "moe":
+        fields.update(recompute_granularity="selective", recompute_modules=["moe"])
+    return TransformerConfig(**{**fields, **overrides})
+
+
+def build_model(
+    config: Config,
+    backend: Backend,
+    role: Role,
+    aux_loss_coef: float = 0.0,
+    *,
+    initialize: bool = True,
+    **overrides: Any,
+) -> list[GPTModel]:
+    """The chunks of this pipeline rank, one for each virtual stage (usually one), without DDP around them.
+
+    `chunk(input_ids [b, s], position_ids [b, s], attention_mask, packed_seq_params=...)` returns at the last stage
+    hidden states [b, s/tp, H] (policy) or values float32 [b, s] (value); at other stages what the next one reads.
+    Each chunk carries `.architecture` and `.role`.
+
+    Raises:
+        ConfigError: the architecture can't be built.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_t1.model.heads import PolicyModel, ValueModel
+
+    architecture, layout = resolve_architecture(config.model), config.layout
+    transformer = transformer_config(
+        architecture,
+        layout,
+        config.model.dtype,
+        backend=backend,
+        aux_loss_coef=aux_loss_coef,
+        initialize=initialize,
+        **overrides,
+    )
+    virtual = layout.virtual_pipeline > 1
+    chunks = []
+    for stage in range(layout.virtual_pipeline):
+        where = {"ignore_virtual": False, "vp_stage": stage} if virtual else {}
+        chunk = (PolicyModel if role == "policy" else ValueModel)(
+            config=transformer,
+            transformer_layer_spec=backend.layer_spec(transformer, stage if virtual else None),
+            vocab_size=padded_vocabulary(architecture.vocab_size, layout.tensor),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+            rotary_percent=architecture.partial_rotary_factor,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings and role == "policy",
+            **({"vp_stage": stage} if virtual else {}),
+        )
+        chunk.architecture, chunk.role = architecture, role
+        backend.after_build(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def resolve_architecture(model: ModelConfig) -> ArchitectureConfig:
+    """The configured architecture; where it leaves the vocabulary size open, that of `model.path`'s checkpoint.
+
+    Raises:
+        IncompleteError: the size is open and there is no readable config.json.
+        MismatchError: options and checkpoint disagree about a number that shapes the model.
+    """
+    if model.architecture.vocab_size or not model.path:
+        return model.architecture
+    stored = architecture_from_hf(model.path)
+    resolved = replace(model.architecture, vocab_size=stored.vocab_size)
+    require_equal_architecture(stored, resolved, where=str(Path(model.path) / "config.json"))
+    return resolved
+
+
+# Numbers that change no shape and no computation of the families here.
+_FREE_FIELDS = ("initializer_range", "intermediate_size", "max_position_embeddings")
+
+
+def require_equal_architecture(stored: ArchitectureConfig, built: ArchitectureConfig, *, where: str) -> None:
+    """Raise MismatchError naming every number in which a checkpoint and the model differ, with both values."""
+    different = [
+        f"{name}: the checkpoint has {value!r}, the model {getattr(built, name)!r}"
+        for name, value in asdict(stored).items()
+        if name not in _FREE_FIELDS and getattr(built, name) != value
+    ]
+    if different:
+        raise MismatchError(
+            "the checkpoint is of another architecture: " + "; ".join(different),
+            where=where,
+            remedy="build the model from this checkpoint, or give the checkpoint it was built from",
+        )
+
+
+def _require_buildable(architecture: ArchitectureConfig, dtype: str) -> None:
+    wrong = []
+    if architecture.family != "qwen3_moe":
+        wrong.append(f"family {architecture.family!r} can't be built; known: qwen3_moe")
+    if architecture.vocab_size <= 0:
+        wrong.append("vocab_size is 0; read the architecture from the checkpoint's config.json")
+    if architecture.shared_expert_intermediate_size:
+        wrong.append("qwen3_moe has no shared expert; shared_expert_intermediate_size must be 0")
+    if architecture.full_attention_interval != 1:
+        wrong.append("qwen3_moe has full attention in every layer; full_attention_interval must be 1")
+    if architecture.mtp_num_hidden_layers:
+        wrong.append("qwen3_moe has no multi-token prediction layers; mtp_num_hidden_layers must be 0")
+    if not 0 < architecture.num_experts_per_tok <= architecture.num_experts:
+        wrong.append(f"num_experts_per_tok is {architecture.num_experts_per_tok} of {architecture.num_experts} experts")
+    if dtype not in DTYPES:
+        wrong.append(f"dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if wrong:
+        raise ConfigError(
+            "the model can't be built:\n  - " + "\n  - ".join(wrong), where="model.architecture, model.dtype"
+        )
+
+
+def _aux_loss_correction(layout: LayoutConfig, core_version: str) -> float:
+    """With per-token loss, cores up to 0.16 scale the auxiliary loss by a rank's share of the tokens, 1 / (tp * cp)."""
+    release = tuple(int(part) for part in core_version.split(".")[:2])
+    return float(layout.tensor * layout.context) if release <= (0, 16) else 1.0
+
+
+# Values that must hold where config.json has the key: what Megatron is told to compute.
+_QWEN3_MOE_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+}
+_QWEN3_MOE_DEFAULTS = {"norm_topk_prob": False, "tie_word_embeddings": False, "head_dim": None}
+
+
+def architecture_from_hf(hf_dir: str | Path) -> ArchitectureConfig:
+    """Read config.json of a Hugging Face directory.
+
+    Raises:
+        IncompleteError: no readable config.json, or a number is missing in it.
+        ConfigError: another model_type, or an option that Megatron isn't told to compute.
+    """
+    path = Path(hf_dir) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise IncompleteError(
+            f"no readable config.json: {error}", where=str(path), remedy="give a Hugging Face model directory"
+        ) from error
+    if raw.get("model_type") != "qwen3_moe":
+        raise ConfigError(
+            f"model_type is {raw.get('model_type')!r}; known: 'qwen3_moe'",
+            where=str(path),
+            remedy="start from a Qwen3-MoE checkpoint",
+        )
+    given = {**_QWEN3_MOE_DEFAULTS, **raw}
+    if "num_local_experts" in raw:  # as transformers 5 writes it
+        given.setdefault("num_experts", raw["num_local_experts"])
+    wrong = [
+        f"{key} is {given[key]!r}, and only {value!r} is supported"
+        for key, value in _QWEN3_MOE_FIXED.items()
+        if key in given and given[key] != value
+    ]
+    # transformers 5 writes rope_parameters; earlier ones rope_theta and rope_scaling.
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        wrong.append(f"rope type is {rope_type!r}, and only 'default' is supported")
+    if wrong:
+        raise ConfigError(
+            "the checkpoint has options that can't be built:\n  - " + "\n  - ".join(wrong), where=str(path)
+        )
+    try:
+        return ArchitectureConfig(
+            family="qwen3_moe",
+            vocab_size=int(given["vocab_size"]),
+            hidden_size=int(given["hidden_size"]),
+            num_hidden_layers=int(given["num_hidden_layers"]),
+            num_attention_heads=int(given["num_attention_heads"]),
+            num_key_value_heads=int(given["num_key_value_heads"]),
+            head_dim=int(given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]),
+            intermediate_size=int(given["intermediate_size"]),
+            moe_intermediate_size=int(given["moe_intermediate_size"]),
+            num_experts=int(given["num_experts"]),
+            num_experts_per_tok=int(given["num_experts_per_tok"]),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+            partial_rotary_factor=float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))),
+            rms_norm_eps=float(given["rms_norm_eps"]),
+            max_position_embeddings=int(given["max_position_embeddings"]),
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
+            initializer_range=float(given.get("initializer_range", 0.02)),
+        )
+    except KeyError as error:
+        raise IncompleteError(f"{error} is missing", where=str(path), remedy="give a complete config.json") from error

@@ -1,0 +1,256 @@
+"""Checkpoints of one role: model, optimizer and counters, complete or absent (Automodel#3261, verl#7952).
+
+    DIRECTORY/checkpoint.json     what it is, and every file with size and SHA-256; written last
+    DIRECTORY/state.json          counters, learning rate and whatever else the trainer passes
+    DIRECTORY/*.distcp, .metadata, common.pt, metadata.json     Megatron's torch_dist format
+
+Everything is written into a directory beside it and renamed. The model part can be loaded in any other parallel layout.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import __version__ as core_version
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.nn import Module
+
+from megatron_t1 import atomic
+from megatron_t1.config.schema import ArchitectureConfig
+from megatron_t1.errors import IncompleteError, MismatchError
+from megatron_t1.model.build import require_equal_architecture
+from megatron_t1.model.chunks import bare_chunks
+from megatron_t1.model.collective import on_first_rank, together
+from megatron_t1.model.directories import make_empty, publish_directory
+from megatron_t1.model.optimizer_state import (
+    complete_adam_state,
+    optimizer_identity,
+    optimizer_metadata,
+    restore_zero_steps,
+)
+from megatron_t1.model.pickle_check import require_harmless_pickle
+from megatron_t1.phase import WrittenFile
+
+MARKER_FILE = "checkpoint.json"
+STATE_FILE = "state.json"
+FORMAT_VERSION = 1
+
+
+class SynchronousSave(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, written by torch's own writer in this process.
+
+    Megatron's writer forks and starts a manager process even for a synchronous save; a phase that is killed would leave
+    them behind.
+    """
+
+    def save(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> None:
+        entries, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(entries, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+
+
+def save_checkpoint(
+    directory: str | Path,
+    chunks: list[Module],
+    optimizer: Any | None,
+    state: dict[str, Any],
+    *,
+    relative_to: str | Path | None = None,
+) -> list[WrittenFile]:
+    """Write a checkpoint; it appears under its name when it is complete, and replaces an earlier one. Collective.
+
+    Args:
+        directory: to create.
+        chunks: model chunks, bare or wrapped (DDP).
+        optimizer: a Megatron optimizer, or None for the model only.
+        state: JSON values, equal on all ranks.
+        relative_to: what the paths of the result are relative to; `directory` itself by default.
+
+    Returns:
+        Every file with its size and SHA-256, on every rank.
+
+    Raises:
+        T1Error: a rank couldn't write.
+    """
+    final = Path(directory).resolve()
+    prefix = final.relative_to(final if relative_to is None else Path(relative_to).resolve())
+    partial = final.with_name(final.name + atomic.TEMPORARY_SUFFIX)
+    on_first_rank(lambda: make_empty(partial))
+    bare = bare_chunks(chunks)
+    entries = _model_entries(bare)
+    if optimizer is not None:
+        complete_adam_state(optimizer)
+        entries["optimizer"] = optimizer.sharded_state_dict(dict(entries), metadata=optimizer_metadata(optimizer))
+    together(lambda: dist_checkpointing.save(entries, str(partial), SynchronousSave("torch_dist", 1)))
+    on_first_rank(lambda: atomic.write_json(partial / STATE_FILE, state))
+    files = [file for of_rank in together(lambda: _digest_own(partial)) for file in of_rank]
+    identity = {**_identity(bare), "optimizer": optimizer_identity(bare[0].config, optimizer)}
+    marker = {"format": FORMAT_VERSION, "core": core_version, **identity, "files": [asdict(file) for file in files]}
+    on_first_rank(lambda: atomic.write_json(partial / MARKER_FILE, marker))
+    on_first_rank(lambda: publish_directory(partial, final))
+    files.append(_digest(final / MARKER_FILE))
+    return [WrittenFile(str(prefix / file.path), file.size, file.sha256) for file in files]
+
+
+def load_checkpoint(
+    directory: str | Path, chunks: list[Module], optimizer: Any | None, *, verify: bool = True
+) -> dict[str, Any]:
+    """Fill model and optimizer from a checkpoint and return its `state`. Collective.
+
+    Args:
+        directory: of a complete checkpoint.
+        chunks: model chunks of the checkpoint's role and architecture, in any layout.
+        optimizer: None to load the model only.
+        verify: compare every file with its digest (each rank reads a share); sizes are always compared.
+
+    Raises:
+        IncompleteError: a marker or file is missing, truncated or damaged.
+        MismatchError: another role, architecture, type, or optimizer layout; names both values.
+    """
+    final = Path(directory).resolve()
+    bare = bare_chunks(chunks)
+    together(lambda: _require_usable(final, bare, optimizer, verify))
+    entries = _model_entries(bare)
+    if optimizer is not None:
+        complete_adam_state(optimizer)
+        metadata = optimizer_metadata(optimizer)
+        entries["optimizer"] = optimizer.sharded_state_dict(dict(entries), is_loading=True, metadata=metadata)
+    together(lambda: _fill(entries, final, bare, optimizer))
+    return json.loads((final / STATE_FILE).read_text())
+
+
+def read_marker(directory: str | Path) -> dict[str, Any]:
+    """What a checkpoint says about itself. Needs no process group.
+
+    Raises:
+        IncompleteError: there is no readable marker.
+    """
+    path = Path(directory) / MARKER_FILE
+    try:
+        marker = json.loads(path.read_text())
+        if marker["format"] != FORMAT_VERSION:
+            raise ValueError(f"format {marker['format']}, expected {FORMAT_VERSION}")
+        return marker
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IncompleteError(
+            f"no complete checkpoint: {error}",
+            where=str(path),
+            remedy="use an earlier checkpoint; a directory without this marker was never finished",
+        ) from error
+
+
+def _chunk_names(chunks: list[Module]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _model_entries(chunks: list[Module]) -> dict[str, Any]:
+    """Sharded state of every chunk, without `_extra_state`: it is empty here, and torch reads it as a free pickle."""
+    entries = {}
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        state = chunk.sharded_state_dict()
+        entries[name] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    return entries
+
+
+def _identity(chunks: list[Module]) -> dict[str, Any]:
+    chunk = chunks[0]
+    return {
+        "role": chunk.role,
+        "dtype": str(chunk.config.params_dtype).removeprefix("torch."),
+        "architecture": asdict(chunk.architecture),
+    }
+
+
+def _digest(path: Path) -> WrittenFile:
+    return WrittenFile(path.name, path.stat().st_size, atomic.sha256_file(path))
+
+
+def _digest_own(directory: Path) -> list[WrittenFile]:
+    """Files this rank wrote: `__RANK_n.distcp`; rank 0 also answers for those that belong to nobody in particular."""
+    rank = dist.get_rank()
+    own = f"__{rank}_"
+    return [
+        _digest(path)
+        for path in sorted(directory.iterdir())
+        if path.name.startswith(own) or (rank == 0 and not path.name.endswith(".distcp"))
+    ]
+
+
+def _require_usable(directory: Path, chunks: list[Module], optimizer: Any | None, verify: bool) -> None:
+    marker = read_marker(directory)
+    _require_same_identity(directory, marker, chunks, optimizer)
+    wrong = []
+    for number, file in enumerate(marker["files"]):
+        path = directory / Path(file["path"]).name
+        if not path.is_file():
+            wrong.append(f"{file['path']} is missing")
+        elif path.stat().st_size != file["size"]:
+            wrong.append(f"{file['path']} has {path.stat().st_size} bytes, expected {file['size']}")
+        elif verify and number % dist.get_world_size() == dist.get_rank():
+            if atomic.sha256_file(path) != file["sha256"]:
+                wrong.append(f"{file['path']} differs from its digest")
+    if wrong:
+        raise IncompleteError(
+            f"the checkpoint is damaged: {'; '.join(wrong[:5])}",
+            where=str(directory),
+            remedy="use an earlier checkpoint",
+        )
+    require_harmless_pickle(directory / ".metadata")
+
+
+def _require_same_identity(directory: Path, marker: dict, chunks: list[Module], optimizer: Any | None) -> None:
+    where, here = str(directory / MARKER_FILE), _identity(chunks)
+    require_equal_architecture(ArchitectureConfig(**marker["architecture"]), chunks[0].architecture, where=where)
+    pairs = [(name, marker[name], here[name]) for name in ("role", "dtype")]
+    if optimizer is not None:
+        if marker["optimizer"] is None:
+            pairs.append(("optimizer", "none", type(optimizer).__name__))
+        else:
+            identity = optimizer_identity(chunks[0].config, optimizer)
+            pairs += [(f"optimizer {name}", marker["optimizer"].get(name), value) for name, value in identity.items()]
+    different = [f"{name}: the checkpoint has {old!r}, here it is {new!r}" for name, old, new in pairs if old != new]
+    if different:
+        raise MismatchError(
+            "the checkpoint is of another kind: " + "; ".join(different),
+            where=where,
+            remedy="use the configuration that wrote it, or load the model without its optimizer",
+        )
+
+
+def _fill(entries: dict[str, Any], directory: Path, chunks: list[Module], optimizer: Any | None) -> None:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        loaded = dist_checkpointing.load(entries, str(directory))
+    except (CheckpointingException, torch_checkpoint.CheckpointException, KeyError) as error:
+        raise MismatchError(
+            f"the checkpoint doesn't hold what this model and optimizer ask for: {error}",
+            where=str(directory),
+            remedy="use the configuration that wrote it",
+        ) from error
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        missing, unexpected = chunk.load_state_dict(loaded[name], strict=False)
+        wrong = [key for key in missing if not key.endswith("_extra_state")] + list(unexpected)
+        if wrong:
+            raise MismatchError(f"the checkpoint lacks or adds {', '.join(wrong[:5])}", where=str(directory))
+    if optimizer is not None:
+        restore_zero_steps(loaded["optimizer"])
+        with torch.no_grad():
+            optimizer.load_state_dict(loaded["optimizer"])

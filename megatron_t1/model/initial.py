@@ -1,0 +1,201 @@
+"""A small random model to start from: a Hugging Face directory with tokenizer, configuration and weights.
+
+Everything is a function of the architecture, the seed and the corpus: the same input gives the same bytes, on any
+machine. The directory appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_t1 import atomic
+from megatron_t1.config.schema import ArchitectureConfig, ModelConfig
+from megatron_t1.errors import ConfigError, T1Error
+from megatron_t1.model.initial_tokenizer import END_OF_TEXT, END_OF_TURN, chat_template, train_tokenizer
+
+VOCAB_MULTIPLE = 64  # vLLM's CPU kernels and tensor parallelism want round embedding shapes
+DTYPES = ("float32", "bfloat16")
+
+
+def create_initial_model(out_dir: str | Path, config: ModelConfig, seed: int, corpus: Iterable[str]) -> Path:
+    """Write a randomly initialised checkpoint that vLLM, transformers and `model.convert` load.
+
+    Args:
+        out_dir: directory to create; must not exist or be empty.
+        config: `architecture` and `dtype` are used. `architecture.vocab_size` 0: what the tokenizer needs, rounded up.
+        seed: of the weights.
+        corpus: plain texts the tokenizer is trained on (instructions, commands, outputs), without control tokens.
+
+    Returns:
+        The directory: config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json.
+
+    Raises:
+        ConfigError: the architecture can't be built; all reasons are listed.
+        T1Error: `out_dir` is in use, or the corpus is empty.
+    """
+    out = Path(out_dir).resolve()
+    architecture = config.architecture
+    problems = architecture_problems(architecture, config.dtype)
+    if problems:
+        raise ConfigError("this start model can't be built: " + "; ".join(problems), where="model.architecture")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise T1Error("the model directory exists already", where=str(out), remedy="remove it or name another one")
+
+    tokenizer = train_tokenizer(corpus, vocab_size=architecture.vocab_size)
+    vocab_size = architecture.vocab_size or _round_up(tokenizer.get_vocab_size(), VOCAB_MULTIPLE)
+    end_of_text, end_of_turn = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f"{out.name}.{os.getpid()}{atomic.TEMPORARY_SUFFIX}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        tokenizer.save(str(temporary / "tokenizer.json"))
+        atomic.write_json(
+            temporary / "tokenizer_config.json",
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": END_OF_TURN,
+                "pad_token": END_OF_TEXT,
+                "model_max_length": architecture.max_position_embeddings,
+                "clean_up_tokenization_spaces": False,
+                "chat_template": chat_template(),
+            },
+        )
+        atomic.write_json(
+            temporary / "config.json", hf_config(architecture, config.dtype, vocab_size, end_of_turn, end_of_text)
+        )
+        atomic.write_json(
+            temporary / "generation_config.json", {"eos_token_id": [end_of_turn], "pad_token_id": end_of_text}
+        )
+        _write_weights(temporary / "model.safetensors", architecture, config.dtype, vocab_size, seed)
+        atomic.fsync_path(temporary)
+        if out.exists():
+            out.rmdir()
+        os.replace(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    atomic.fsync_path(out.parent)
+    return out
+
+
+def architecture_problems(architecture: ArchitectureConfig, dtype: str) -> list[str]:
+    """Why no Qwen3-MoE start model can be made of these numbers; empty when one can."""
+    a = architecture
+    problems = []
+    if a.family != "qwen3_moe":
+        problems.append(f"family {a.family!r}: a random start model exists for qwen3_moe only")
+    if dtype not in DTYPES:
+        problems.append(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    for name in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+    ):
+        if getattr(a, name) < 1:
+            problems.append(f"{name} is {getattr(a, name)}: must be at least 1")
+    if a.num_key_value_heads > 0 and a.num_attention_heads % a.num_key_value_heads:
+        problems.append(f"num_attention_heads {a.num_attention_heads} isn't a multiple of {a.num_key_value_heads}")
+    if a.num_experts_per_tok > a.num_experts:
+        problems.append(f"num_experts_per_tok {a.num_experts_per_tok} of only {a.num_experts} experts")
+    if a.head_dim % 2:
+        problems.append(f"head_dim {a.head_dim} is odd: rotary embeddings need pairs")
+    if a.vocab_size % VOCAB_MULTIPLE:
+        problems.append(f"vocab_size {a.vocab_size} isn't a multiple of {VOCAB_MULTIPLE}")
+    if a.shared_expert_intermediate_size:
+        problems.append("shared_expert_intermediate_size: qwen3_moe has no shared expert")
+    return problems
+
+
+def hf_config(a: ArchitectureConfig, dtype: str, vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
+    """config.json of a Qwen3MoeForCausalLM, with the names of the published checkpoints."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "decoder_sparse_step": 1,
+        "dtype": dtype,
+        "eos_token_id": eos_id,
+        "head_dim": a.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": a.hidden_size,
+        "initializer_range": a.initializer_range,
+        "intermediate_size": a.intermediate_size,
+        "max_position_embeddings": a.max_position_embeddings,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": a.moe_intermediate_size,
+        "norm_topk_prob": True,
+        "num_attention_heads": a.num_attention_heads,
+        "num_experts": a.num_experts,
+        "num_experts_per_tok": a.num_experts_per_tok,
+        "num_hidden_layers": a.num_hidden_layers,
+        "num_key_value_heads": a.num_key_value_heads,
+        "output_router_logits": False,
+        "pad_token_id": pad_id,
+        "rms_norm_eps": a.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": a.rope_theta,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": a.tie_word_embeddings,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": vocab_size,
+    }
+
+
+def tensor_shapes(a: ArchitectureConfig, vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of the checkpoint, in a fixed order, one tensor per expert and projection."""
+    hidden, query, key = a.hidden_size, a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    yield "model.embed_tokens.weight", (vocab_size, hidden)
+    for layer in range(a.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.q_proj.weight", (query, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (key, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (key, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, query)
+        yield f"{prefix}.self_attn.q_norm.weight", (a.head_dim,)
+        yield f"{prefix}.self_attn.k_norm.weight", (a.head_dim,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}.mlp.gate.weight", (a.num_experts, hidden)
+        for expert in range(a.num_experts):
+            yield f"{prefix}.mlp.experts.{expert}.gate_proj.weight", (a.moe_intermediate_size, hidden)
+            yield f"{prefix}.mlp.experts.{expert}.up_proj.weight", (a.moe_intermediate_size, hidden)
+            yield f"{prefix}.mlp.experts.{expert}.down_proj.weight", (hidden, a.moe_intermediate_size)
+    yield "model.norm.weight", (hidden,)
+    if not a.tie_word_embeddings:
+        yield "lm_head.weight", (vocab_size, hidden)
+
+
+def _write_weights(path: Path, a: ArchitectureConfig, dtype: str, vocab_size: int, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(a, vocab_size):
+        if len(shape) == 1:  # the norms
+            tensor = torch.ones(shape)
+        else:
+            tensor = torch.empty(shape).normal_(0.0, a.initializer_range, generator=generator)
+        tensors[name] = tensor.to(getattr(torch, dtype))
+    save_file(tensors, str(path), metadata={"format": "pt"})
+    atomic.fsync_path(path)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,85 @@
+"""The files of a run: pure functions of the run directory and the counters. No phase invents a path of its own.
+
+    RUN/config.yaml                         what `t1 run` was started with, resolved
+    RUN/manifest.json                       what is finished (loop.manifest)
+    RUN/rollouts/iter_0003/                 records of iteration 3 (trajectory.store)
+    RUN/values/iter_0003/                   old values, advantages, returns (trajectory.sidecar)
+    RUN/checkpoints/actor/iter_0002/        actor after 2 actor phases (torch_dist)
+    RUN/checkpoints/critic/iter_0004/       critic after 4 critic phases
+    RUN/hf/iter_0002/                       the actor's export for vLLM after 2 actor phases
+    RUN/evaluations/iter_0002/              records of an evaluation of that export
+    RUN/phases/iter_0003/actor/             result.json and logs of a phase
+
+With W warm-up iterations, loop iteration i samples with policy max(0, i - W); policy 0 is `model.path` itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    root: Path
+
+    @classmethod
+    def of(cls, run_dir: str | Path) -> RunPaths:
+        return cls(Path(run_dir).resolve())
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    def rollouts(self, iteration: int) -> Path:
+        return self.root / "rollouts" / f"iter_{iteration:04d}"
+
+    def values(self, iteration: int) -> Path:
+        return self.root / "values" / f"iter_{iteration:04d}"
+
+    def checkpoint(self, role: str, version: int) -> Path:
+        return self.root / "checkpoints" / role / f"iter_{version:04d}"
+
+    def hf(self, policy: int, start: str | Path) -> Path:
+        """Export of policy `policy`; policy 0 is the start model itself."""
+        return Path(start).resolve() if policy == 0 else self.root / "hf" / f"iter_{policy:04d}"
+
+    def evaluation(self, policy: int) -> Path:
+        return self.root / "evaluations" / f"iter_{policy:04d}"
+
+    def phase(self, iteration: int, phase: str) -> Path:
+        return self.root / "phases" / f"iter_{iteration:04d}" / phase
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Which versions an iteration reads: derived, never stored."""
+
+    iteration: int
+    warmup_iterations: int
+
+    @property
+    def policy(self) -> int:
+        """Policy (actor version) that samples in this iteration; the actor phase writes `policy + 1`."""
+        return max(0, self.iteration - self.warmup_iterations)
+
+    @property
+    def critic(self) -> int:
+        """Critic version read in this iteration; the critic phase writes `critic + 1`."""
+        return self.iteration
+
+    @property
+    def is_warmup(self) -> bool:
+        return self.iteration < self.warmup_iterations

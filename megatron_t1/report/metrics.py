@@ -1,0 +1,129 @@
+"""What a run measured: metrics.jsonl (one line for each finished phase, exactly once) and TensorBoard events.
+
+A line is {"iteration", "phase", "seconds", "time", "metrics": {"group/name": number or null}, "timings_s": {...}}.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_t1.errors import IncompleteError
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult
+
+
+class MetricsWriter:
+    """Appends to a run's metrics. A line torn by a kill is cut off; a phase that is already there is not repeated."""
+
+    def __init__(self, paths: RunPaths):
+        self.paths = paths
+        self._known = {(line["iteration"], line["phase"]) for line in _repaired(paths.metrics)}
+        self._events: Any = None
+
+    def append(self, result: PhaseResult, *, seconds: float) -> bool:
+        """Add one phase; returns False when it was there already."""
+        key = (result.iteration, result.phase)
+        if key in self._known:
+            return False
+        now = time.time()
+        line = {
+            "iteration": result.iteration,
+            "phase": result.phase,
+            "seconds": round(seconds, 3),
+            "time": round(now, 3),
+            "metrics": {name: _finite(value) for name, value in sorted(result.metrics.items())},
+            "timings_s": {name: _finite(value) for name, value in sorted(result.timings_s.items())},
+        }
+        self._write_events(line)
+        self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.paths.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._known.add(key)
+        return True
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _write_events(self, line: dict[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._events is None:
+            self._events = EventFileWriter(str(self.paths.tensorboard))
+        scalars = {**line["metrics"], f"time/{line['phase']}_s": line["seconds"]}
+        scalars.update({f"time/{line['phase']}/{name}_s": value for name, value in line["timings_s"].items()})
+        values = [
+            Summary.Value(tag=_tag(line["phase"], name), simple_value=value)
+            for name, value in scalars.items()
+            if value is not None
+        ]
+        event = Event(wall_time=line["time"], step=line["iteration"], summary=Summary(value=values))
+        self._events.add_event(event)
+        self._events.flush()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """All complete lines of a run's metrics.jsonl, in the order they were written; empty when there are none."""
+    path = RunPaths.of(run_dir).metrics
+    return _parsed(path)[0] if path.exists() else []
+
+
+def series(lines: list[dict[str, Any]], phase: str, *names: str) -> dict[int, float]:
+    """iteration -> value of the first of `names` that the phase measured."""
+    found: dict[int, float] = {}
+    for line in lines:
+        if line["phase"] != phase:
+            continue
+        value = next((line["metrics"][name] for name in names if line["metrics"].get(name) is not None), None)
+        if value is not None:
+            found[line["iteration"]] = value
+    return found
+
+
+def _tag(phase: str, name: str) -> str:
+    """Groups that several phases report (batch/...) are told apart by the phase."""
+    group = name.partition("/")[0]
+    return f"{phase}/{name}" if group == "batch" else name
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _parsed(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Complete lines and the number of bytes they take."""
+    lines, size = [], 0
+    data = path.read_bytes()
+    for number, raw in enumerate(data.splitlines(keepends=True), 1):
+        if not raw.endswith(b"\n"):
+            break
+        try:
+            line = json.loads(raw)
+            lines.append({**line, "iteration": int(line["iteration"]), "phase": str(line["phase"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise IncompleteError(
+                f"line {number} is not a metrics line: {error}",
+                where=str(path),
+                remedy="move the file away; a new one is begun, and the phases' results keep their own numbers",
+            ) from error
+        size += len(raw)
+    return lines, size
+
+
+def _repaired(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines, size = _parsed(path)
+    if size != path.stat().st_size:
+        os.truncate(path, size)
+    return lines

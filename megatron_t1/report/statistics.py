@@ -1,0 +1,140 @@
+"""Is B better than A? Paired bootstrap over tasks and attempts. numpy only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_t1.errors import IncompleteError, MismatchError
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Mean of B minus mean of A over tasks, with a bootstrap interval."""
+
+    mean_a: float
+    mean_b: float
+    difference: float
+    low: float
+    high: float
+    confidence: float
+    tasks: int
+
+    @property
+    def separated(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def paired_bootstrap(
+    a: list[np.ndarray], b: list[np.ndarray], *, samples: int = 10_000, confidence: float = 0.95, seed: int = 0
+) -> PairedDifference:
+    """Paired over tasks: each draw resamples the tasks, and within a task the attempts of A and of B.
+
+    Args:
+        a, b: for each task (the same order in both) its attempts' scores, float [attempts], at least one.
+        samples: bootstrap draws.
+        confidence: of the percentile interval.
+
+    Raises:
+        ValueError: no tasks, another number of tasks, or a task without attempts.
+    """
+    if not a or len(a) != len(b):
+        raise ValueError(f"paired tasks are needed, got {len(a)} and {len(b)}")
+    if any(len(scores) == 0 for scores in (*a, *b)):
+        raise ValueError("a task without attempts can't be compared")
+    random = np.random.default_rng(seed)
+    count = len(a)
+    differences = np.empty(samples)
+    chunk = max(1, 2_000_000 // count)
+    done = 0
+    while done < samples:
+        size = min(chunk, samples - done)
+        chosen = random.integers(0, count, (size, count))
+        differences[done : done + size] = (_resampled(b, chosen, random) - _resampled(a, chosen, random)).mean(1)
+        done += size
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(differences, [tail, 1.0 - tail])
+    mean_a = float(np.mean([scores.mean() for scores in a]))
+    mean_b = float(np.mean([scores.mean() for scores in b]))
+    return PairedDifference(mean_a, mean_b, mean_b - mean_a, float(low), float(high), confidence, count)
+
+
+def _resampled(scores: list[np.ndarray], chosen: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Mean over resampled attempts of each chosen task, [draws, tasks]. Attempts are padded to one matrix."""
+    width = max(len(own) for own in scores)
+    counts = np.array([len(own) for own in scores])
+    padded = np.zeros((len(scores), width))
+    for row, own in enumerate(scores):
+        padded[row, : len(own)] = own
+    total = np.zeros(chosen.shape)
+    for attempt in range(width):
+        drawn = random.integers(0, counts[chosen])
+        total += np.where(attempt < counts[chosen], padded[chosen, drawn], 0.0)
+    return total / counts[chosen]
+
+
+def read_evaluation(directory: Path) -> dict[str, dict[str, np.ndarray]]:
+    """task -> {"passed", "total", "solved"}: float [attempts] of one evaluation's summary.json.
+
+    Raises:
+        IncompleteError: absent or unreadable.
+    """
+    path = directory / "summary.json"
+    try:
+        raw = json.loads(path.read_text())
+        return {
+            task: {
+                name: np.array([np.nan if value is None else value for value in entry[name]], dtype=np.float64)
+                for name in ("passed", "total", "solved")
+            }
+            for task, entry in raw["tasks"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IncompleteError(
+            f"no readable evaluation summary: {type(error).__name__}: {error}",
+            where=str(path),
+            remedy="run `t1 eval run.dir=...` or let `t1 run` finish",
+        ) from error
+
+
+def compare_evaluations(
+    a: dict[str, dict[str, np.ndarray]], b: dict[str, dict[str, np.ndarray]], *, samples: int = 10_000, seed: int = 0
+) -> dict[str, PairedDifference]:
+    """Checks passed, share of checks, and share of solved tasks of B minus A, over the tasks both evaluated.
+
+    Raises:
+        MismatchError: no common task, or a task with another number of checks.
+    """
+    common = sorted(set(a) & set(b))
+    usable = [task for task in common if _trusted(a[task]).any() and _trusted(b[task]).any()]
+    if not usable:
+        raise MismatchError(
+            f"the evaluations have no task in common ({len(a)} and {len(b)} tasks)",
+            remedy="compare runs that were evaluated on the same eval.tasks",
+        )
+    for task in usable:
+        totals = {float(value) for side in (a, b) for value in side[task]["total"][_trusted(side[task])]}
+        if len(totals) > 1:
+            raise MismatchError(f"task {task} has {' and '.join(f'{total:g}' for total in sorted(totals))} checks")
+    scores = {
+        "checks passed": lambda entry: entry["passed"],
+        "share of checks": lambda entry: entry["passed"] / np.maximum(entry["total"], 1.0),
+        "tasks solved": lambda entry: entry["solved"],
+    }
+    return {
+        name: paired_bootstrap(
+            [score(a[task])[_trusted(a[task])] for task in usable],
+            [score(b[task])[_trusted(b[task])] for task in usable],
+            samples=samples,
+            seed=seed,
+        )
+        for name, score in scores.items()
+    }
+
+
+def _trusted(entry: dict[str, np.ndarray]) -> np.ndarray:
+    """Attempts with a trusted verdict; others are excluded, not counted as zero."""
+    return np.isfinite(entry["passed"])

@@ -1,0 +1,205 @@
+"""Sampled tokens: one assistant turn exactly as the engine produced it.
+
+Shapes: P prompt tokens, N sampled tokens, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequestFailed
+
+LOGPROB_FLOOR = -9000.0  # vLLM clamps minus infinity to -9999
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """The experts a model's tokens can take.
+
+    `columns`: the MoE layers among the layers of the engine's answer, where some layers are dense; empty: all are MoE.
+    """
+
+    num_moe_layers: int
+    top_k: int
+    num_experts: int
+    num_layers: int = 0  # of the engine's answer; 0: num_moe_layers
+    columns: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+
+class Completion:
+    """A sampled turn. Only `from_response` makes one: sampled ids can't be produced from text.
+
+    Attributes:
+        ids: int32 [N], at least one token, read-only.
+        logprobs: float32 [N], the sampler's log-probability of each, finite.
+        routes: uint8 or uint16 [P + N - 1 - routes_start, L, K], or None when they weren't asked for. Row i belongs to
+            position routes_start + i of prompt plus answer; the last sampled token has none (vllm#28284).
+        routes_start: absolute position of the first row.
+        prompt_length: P.
+        finish_reason: "stop" (a stop id was sampled) or "length".
+        cached_tokens: prompt tokens that the engine took from its prefix cache.
+        response_sha256: of the raw response body, so that the record can be audited against the exchange.
+    """
+
+    __slots__ = (
+        "ids",
+        "logprobs",
+        "routes",
+        "routes_start",
+        "prompt_length",
+        "finish_reason",
+        "cached_tokens",
+        "response_sha256",
+    )
+
+    def __init__(self, *_, **__):
+        raise TypeError("a Completion is made by the engine client only: Completion.from_response")
+
+    def __setattr__(self, name, value):
+        raise AttributeError("a Completion is immutable")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def from_response(
+        cls,
+        body: bytes,
+        *,
+        prompt_length: int,
+        max_tokens: int,
+        routes_from: int | None,
+        route_shape: RouteShape | None,
+        where: str,
+    ) -> Completion:
+        """Parse and check the body of an answer of vLLM's /inference/v1/generate.
+
+        Args:
+            body: raw JSON bytes.
+            prompt_length, max_tokens: what was asked for.
+            routes_from: first position whose routes were asked for; None: no routes.
+            route_shape: needed when `routes_from` is given.
+            where: names the request in errors.
+
+        Raises:
+            EngineRequestFailed: the engine aborted the request.
+            EngineAnswerInvalid: anything is missing, of another length, or not a number.
+        """
+        import json
+
+        def invalid(problem: str) -> EngineAnswerInvalid:
+            return EngineAnswerInvalid(
+                f"the engine's answer is invalid: {problem}",
+                where=where,
+                remedy="check the engine's version and log; the answer was not used",
+            )
+
+        try:
+            answer = json.loads(body)
+            (choice,) = answer["choices"]
+            token_ids, reason = choice["token_ids"], choice["finish_reason"]
+            content = (choice["logprobs"] or {}).get("content") or []
+            entries = [(entry["token_id"], entry["logprob"]) for entry in content]
+            usage = answer.get("usage") or {}
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise invalid(f"{type(error).__name__}: {error}") from error
+        if reason not in ("stop", "length"):
+            raise EngineRequestFailed(f"the engine ended a request with {reason!r}", where=where)
+        ids = _int32(token_ids, invalid)
+        if not 1 <= len(ids) <= max_tokens:
+            raise invalid(f"{len(ids)} sampled tokens, asked for 1 to {max_tokens}")
+        if reason == "length" and len(ids) != max_tokens:
+            raise invalid(f"ended by length after {len(ids)} of {max_tokens} tokens")
+        if [token for token, _ in entries] != token_ids:
+            raise invalid(f"{len(entries)} log-probabilities that don't belong to the {len(ids)} sampled tokens")
+        try:
+            logprobs = np.array([value for _, value in entries], dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise invalid(f"log-probabilities: {error}") from error
+        bad = ~np.isfinite(logprobs) | (logprobs < LOGPROB_FLOOR) | (logprobs > 1e-3)
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            raise invalid(f"log-probability {logprobs[at]} of sampled token {at} (id {ids[at]})")
+        routes = None
+        if routes_from is not None:
+            if route_shape is None:
+                raise ValueError("routes_from needs a route_shape")
+            rows = prompt_length + len(ids) - 1 - routes_from
+            routes = _routes(choice.get("routed_experts"), rows, route_shape, invalid)
+
+        made = object.__new__(cls)
+        values: dict[str, Any] = {
+            "ids": ids,
+            "logprobs": logprobs,
+            "routes": routes,
+            "routes_start": routes_from or 0,
+            "prompt_length": prompt_length,
+            "finish_reason": reason,
+            "cached_tokens": int(cached),
+            "response_sha256": hashlib.sha256(body).hexdigest(),
+        }
+        for array in (ids, logprobs, routes):
+            if array is not None:
+                array.flags.writeable = False
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+        return made
+
+
+def _int32(values: Any, invalid) -> np.ndarray:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**31 for value in values):
+        raise invalid("token_ids is not a list of token ids")
+    return np.array(values, dtype=np.int32)
+
+
+def _routes(encoded: Any, rows: int, shape: RouteShape, invalid) -> np.ndarray:
+    if encoded is None:
+        raise invalid("no routed experts, although they were asked for")
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+        routes = np.load(io.BytesIO(raw), allow_pickle=False)
+    except (TypeError, ValueError, EOFError, OSError, binascii.Error) as error:
+        raise invalid(f"routed experts: {error}") from error
+    expected = (rows, shape.num_layers or shape.num_moe_layers, shape.top_k)
+    if routes.shape != expected:
+        raise invalid(f"routed experts of shape {routes.shape}, expected {expected}")
+    if shape.columns:
+        routes = routes[:, list(shape.columns)]
+    if routes.dtype.kind not in "iu":
+        raise invalid(f"routed experts of type {routes.dtype}")
+    if rows == 0:
+        return np.empty((0, shape.num_moe_layers, shape.top_k), dtype=shape.dtype)
+    problem = route_problem(routes, shape.num_experts)
+    if problem:
+        raise invalid(problem)
+    return np.ascontiguousarray(routes, dtype=shape.dtype)
+
+
+def route_problem(routes: np.ndarray, num_experts: int) -> str:
+    """What is impossible about routes [rows, L, K] of one model; "" when they are sound.
+
+    Experts of a row must differ: an unwritten row is all zeros, which a mixture with K > 1 never takes
+    (vllm-ascend#15451, verl#4986).
+    """
+    if int(routes.max()) >= num_experts or int(routes.min()) < 0:
+        row, layer, _ = np.argwhere((routes >= num_experts) | (routes < 0))[0]
+        return f"row {row}, layer {layer}: expert {routes[row, layer].tolist()} of {num_experts}"
+    if routes.shape[2] > 1:
+        ordered = np.sort(routes, axis=2)
+        twice = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
+        if twice.any():
+            row, layer = np.argwhere(twice)[0]
+            return f"row {row}, layer {layer}: an expert twice in {routes[row, layer].tolist()}"
+    return ""

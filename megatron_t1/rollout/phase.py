@@ -1,0 +1,238 @@
+"""The rollout and evaluation phases: one engine, many episodes, every finished one kept at once.
+
+Episodes whose record exists are not played again, so a phase that was killed goes on where it was. Several workers (one
+engine each) share one directory and take every n-th episode; worker 0 seals the directory when all are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_t1 import atomic
+from megatron_t1.config.schema import Config
+from megatron_t1.environment.verifier import verify
+from megatron_t1.errors import T1Error
+from megatron_t1.paths import Counters, RunPaths
+from megatron_t1.phase import PhaseResult, WrittenFile
+from megatron_t1.rollout.agent import Attempt, run_episode
+from megatron_t1.rollout.engine.client import EngineClient
+from megatron_t1.rollout.engine.command import installed_build
+from megatron_t1.rollout.engine.server import VllmServer
+from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, rollout_plan
+from megatron_t1.rollout.policy import Policy, engine_dtype
+from megatron_t1.rollout.pool import make_reward, run_pool, sandboxes
+from megatron_t1.rollout.progress import RolloutProgress
+from megatron_t1.rollout.samplers import EngineSampler
+from megatron_t1.rollout.schedule import share, turn_seed
+from megatron_t1.rollout.signals import run_until_signal
+from megatron_t1.rollout.summary import evaluation_summary, rollout_metrics
+from megatron_t1.trajectory.record import Trajectory
+from megatron_t1.trajectory.store import RolloutStore
+
+PHASES = ("evaluation", "rollout")  # in the order in which one engine serves them
+SUMMARY_FILE = "summary.json"
+
+
+def run_rollout(config: Config, iteration: int, *, worker: int = 0, workers: int = 1) -> PhaseResult:
+    """Play the episodes of `iteration`; see `run_phases`."""
+    return run_phases(config, iteration, ("rollout",), worker=worker, workers=workers)["rollout"]
+
+
+def run_evaluation(config: Config, policy: int, *, worker: int = 0, workers: int = 1) -> PhaseResult:
+    """Evaluate `policy` on the held-out tasks; see `run_phases`."""
+    iteration = 0 if policy == 0 else policy + config.loop.warmup_iterations
+    return run_phases(config, iteration, ("evaluation",), worker=worker, workers=workers)["evaluation"]
+
+
+def run_phases(
+    config: Config, iteration: int, phases: tuple[str, ...] | list[str], *, worker: int = 0, workers: int = 1
+) -> dict[str, PhaseResult]:
+    """Run `phases` ("evaluation", "rollout") of the policy that samples in `iteration`, with one engine for all.
+
+    Writes RUN/rollouts/iter_N (rollout) and RUN/evaluations/iter_P with summary.json (evaluation).
+
+    Args:
+        worker, workers: this process's place among those that share the phases.
+
+    Returns:
+        A result for each phase. Worker 0's is that of the whole phase; those of others list no outputs.
+
+    Raises:
+        T1Error: the engine was lost, a task can't be played, the records there are of another contract, or the phase
+            was stopped by a signal. Finished trajectories are kept in every case.
+    """
+    unknown = [phase for phase in phases if phase not in PHASES]
+    if unknown:
+        raise ValueError(f"unknown phases {unknown}")
+    ordered = [phase for phase in PHASES if phase in phases]
+    return run_until_signal(_run(config, iteration, ordered, worker, workers))
+
+
+class _Engine:
+    """The engine of these phases, started when the first episode needs it."""
+
+    def __init__(self, config: Config, policy: Policy, iteration: int, worker: int, stack: contextlib.AsyncExitStack):
+        self.config, self.policy, self.stack = config, policy, stack
+        self.log_path = RunPaths.of(config.run.dir).phase(iteration, "rollout") / f"engine.{worker}.log"
+        self.seed = config.run.seed * 1_000_003 + iteration * 1009 + worker
+        self.start_s = 0.0
+        self._client: EngineClient | None = None
+
+    async def client(self) -> EngineClient:
+        if self._client is None:
+            rollout = self.config.rollout
+            shape = self.policy.route_shape if rollout.routes else None
+            if rollout.routes and shape is None:
+                print("this policy has no experts: no routes are recorded", flush=True)  # vllm#42593
+            print(f"starting the engine ({self.policy.model_dir}), log: {self.log_path}", flush=True)
+            server = VllmServer(
+                rollout.engine,
+                self.policy.model_dir,
+                engine_dtype(self.config),
+                self.log_path,
+                max_model_len=rollout.max_context,
+                routes=shape is not None,
+                seed=self.seed % 2**31,
+            )
+            await self.stack.enter_async_context(server)
+            self.start_s = server.start_s
+            client = EngineClient(
+                server.url,
+                route_shape=shape,
+                request_timeout_s=rollout.engine.request_timeout_s,
+                check_alive=server.check_alive,
+            )
+            self._client = await self.stack.enter_async_context(client)
+            print(f"the engine is ready after {server.start_s:.1f} s", flush=True)
+        return self._client
+
+
+async def _run(
+    config: Config, iteration: int, phases: list[str], worker: int, workers: int
+) -> dict[str, PhaseResult]:
+    counters = Counters(iteration, config.loop.warmup_iterations)
+    policy = Policy.of(config, counters.policy)
+    results = {}
+    async with contextlib.AsyncExitStack() as stack:
+        engine = _Engine(config, policy, iteration, worker, stack)
+        for phase in phases:
+            make_plan = evaluation_plan if phase == "evaluation" else rollout_plan
+            plan = make_plan(config, policy, iteration)
+            results[phase] = await _run_plan(config, iteration, policy, plan, engine, worker, workers)
+    return results
+
+
+async def _run_plan(
+    config: Config, iteration: int, policy: Policy, plan: Plan, engine: _Engine, worker: int, workers: int
+) -> PhaseResult:
+    began = time.monotonic()
+    store = RolloutStore(plan.directory)
+    chat = policy.chat_format(config)
+    contract = policy.contract(config, chat, installed_build(), temperature=plan.temperature)
+    done = finished(store, plan, contract, policy)
+    mine = share(plan.attempts, worker, workers)
+    pending = [attempt for attempt in mine if attempt.trajectory_id not in done]
+    if done:
+        print(f"{plan.label}: {len(mine) - len(pending)} of {len(mine)} episodes are there already", flush=True)
+    timings = {}
+    progress = RolloutProgress(plan.label, len(mine), done=len(mine) - len(pending))
+    if pending:
+        client = await engine.client()
+        timings["engine_start"] = engine.start_s
+        reward = make_reward(config)
+        shape = policy.route_shape if plan.routes else None
+        saving = asyncio.Lock()
+
+        with sandboxes(config.env) as make_sandbox, progress:
+
+            async def play(attempt: Attempt, sandbox: Any) -> None:
+                name = attempt.trajectory_id
+                seed = (lambda turn: turn_seed(config.run.seed, f"{plan.label}/{name}", turn)) if (
+                    config.rollout.seeded
+                ) else None
+                trajectory = await run_episode(
+                    attempt,
+                    sandbox,
+                    lambda: EngineSampler(client, contract, name=name, seed=seed),
+                    chat,
+                    plan.limits,
+                    route_shape=shape,
+                    verify=verify,
+                    reward=reward,
+                )
+                await _save(store, trajectory, saving)
+                progress.add(trajectory)
+
+            workers_here = min(config.rollout.concurrency, len(pending))
+            await run_pool(pending, play, workers=workers_here, make_sandbox=make_sandbox)
+            timings["episodes"] = progress.seconds
+    if worker != 0:
+        return PhaseResult(plan.phase, iteration, timings_s=timings)
+    await _wait_for_others(store, plan, config.cluster.phase_timeout_s)
+    with _timed(timings, "seal"):
+        await asyncio.to_thread(store.seal)
+    headers = store.headers()
+    metrics = rollout_metrics(headers.values(), plan.phase)
+    if progress.tokens:
+        metrics[f"{plan.phase}/tokens_per_s"] = progress.tokens / timings["episodes"]
+        metrics[f"{plan.phase}/sampled_tokens_per_s"] = progress.sampled / timings["episodes"]
+    run_dir = RunPaths.of(config.run.dir).root
+    outputs = store.written_files(run_dir)
+    if plan.phase == "evaluation":
+        outputs.append(_write_summary(plan, policy, headers.values(), run_dir))
+    timings["total"] = time.monotonic() - began
+    _say_result(plan, metrics)
+    return PhaseResult(
+        plan.phase,
+        iteration,
+        metrics=metrics,
+        timings_s=timings,
+        outputs=outputs,
+        details={"policy": policy.version, "engine": contract.engine, "contract": contract.to_json()},
+    )
+
+
+async def _save(store: RolloutStore, trajectory: Trajectory, lock: asyncio.Lock) -> None:
+    async with lock:
+        await asyncio.to_thread(store.add, trajectory)
+
+
+async def _wait_for_others(store: RolloutStore, plan: Plan, timeout_s: float) -> None:
+    """Until every worker's episodes are in the directory."""
+    deadline = time.monotonic() + timeout_s
+    while missing := {attempt.trajectory_id for attempt in plan.attempts} - set(store.ids()):
+        if time.monotonic() > deadline:
+            raise T1Error(
+                f"{len(missing)} episodes of other workers are missing, for example {sorted(missing)[0]!r}",
+                where=str(plan.directory),
+                remedy="look at the other workers' logs and start the phase again",
+            )
+        await asyncio.sleep(0.5)
+
+
+def _write_summary(plan: Plan, policy: Policy, headers: Any, run_dir: Path) -> WrittenFile:
+    path = plan.directory / SUMMARY_FILE
+    atomic.write_json(path, evaluation_summary(headers, policy.version))
+    return WrittenFile(str(path.relative_to(run_dir)), path.stat().st_size, atomic.sha256_file(path))
+
+
+def _say_result(plan: Plan, metrics: dict[str, float]) -> None:
+    facts = [f"{plan.label} is complete: {metrics[f'{plan.phase}/episodes']:.0f} episodes"]
+    for name, text in (("mean_reward", "mean reward"), ("checks_passed", "checks passed"), ("success_rate", "solved")):
+        if f"{plan.phase}/{name}" in metrics:
+            facts.append(f"{text} {metrics[f'{plan.phase}/{name}']:.3f}")
+    untrusted = metrics[f"{plan.phase}/untrusted"]
+    if untrusted:
+        facts.append(f"{untrusted:.0f} without a trusted verdict (excluded)")
+    print(", ".join(facts), flush=True)
+
+
+@contextlib.contextmanager
+def _timed(timings: dict[str, float], name: str) -> Any:
+    began = time.monotonic()
+    yield
+    timings[name] = time.monotonic() - began

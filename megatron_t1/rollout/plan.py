@@ -1,0 +1,92 @@
+"""What a phase plays: its episodes, their limits and where their records go, from configuration and policy alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_t1.config.schema import Config
+from megatron_t1.environment.loading import load_tasks
+from megatron_t1.environment.task import Task
+from megatron_t1.errors import MismatchError
+from megatron_t1.paths import RunPaths
+from megatron_t1.rollout.agent import Attempt, EpisodeLimits
+from megatron_t1.rollout.policy import Policy
+from megatron_t1.rollout.schedule import attempts_of, tasks_of_iteration
+from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.store import RolloutStore
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One phase: its episodes, where their records go, and how they are played."""
+
+    phase: str
+    label: str
+    attempts: list[Attempt]
+    directory: Path
+    limits: EpisodeLimits
+    temperature: float
+    routes: bool
+
+
+def rollout_plan(config: Config, policy: Policy, iteration: int) -> Plan:
+    tasks = _tasks_by_name(config.env.tasks)
+    rollout = config.rollout
+    chosen = tasks_of_iteration(
+        list(tasks), seed=config.run.seed, iteration=iteration, count=rollout.tasks_per_iteration
+    )
+    pairs = attempts_of(chosen, rollout.samples_per_task)
+    return Plan(
+        phase="rollout",
+        label=f"rollout {iteration}",
+        attempts=[Attempt(tasks[name], attempt, iteration, policy.version) for name, attempt in pairs],
+        directory=RunPaths.of(config.run.dir).rollouts(iteration),
+        limits=EpisodeLimits.of(config),
+        temperature=rollout.temperature,
+        routes=rollout.routes and policy.route_shape is not None,
+    )
+
+
+def evaluation_plan(config: Config, policy: Policy, iteration: int) -> Plan:
+    tasks = _tasks_by_name(config.eval.tasks)
+    names = sorted(tasks)[: config.eval.limit or None]
+    return Plan(
+        phase="evaluation",
+        label=f"evaluation of policy {policy.version}",
+        attempts=[
+            Attempt(tasks[name], attempt, iteration, policy.version)
+            for name, attempt in attempts_of(names, config.eval.attempts)
+        ],
+        directory=RunPaths.of(config.run.dir).evaluation(policy.version),
+        limits=EpisodeLimits.of(config, max_turns=config.eval.max_turns),
+        temperature=config.eval.temperature,
+        routes=False,
+    )
+
+
+def _tasks_by_name(directory: str) -> dict[str, Task]:
+    return {task.name: task for task in load_tasks(directory)}
+
+
+def finished(store: RolloutStore, plan: Plan, contract: SamplingContract, policy: Policy) -> set[str]:
+    """Ids of the plan's records that are there; raises when they are of another policy, contract or plan."""
+    headers = store.headers()
+    planned = {attempt.trajectory_id for attempt in plan.attempts}
+    stray = sorted(set(headers) - planned)
+    if stray:
+        raise MismatchError(
+            f"{len(stray)} records don't belong to this {plan.phase}, for example {stray[0]!r}",
+            where=str(plan.directory),
+            remedy="they were made with other tasks or options: remove the directory, or use another run.dir",
+        )
+    for name, header in headers.items():
+        if header.contract is not None:
+            header.contract.require_equal(contract.to_json() | {"stop_ids": contract.stop_ids}, where=name)
+        if any(version != policy.version for version in header.policy_versions):
+            raise MismatchError(
+                f"the record was sampled by policy {header.policy_versions[0]}, this phase plays {policy.version}",
+                where=str(plan.directory / name),
+                remedy="remove the directory, or use another run.dir",
+            )
+    return set(headers)

@@ -1,0 +1,93 @@
+"""Who writes the assistant's turns: the engine, or a script (demonstrations)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_t1.rollout.engine.client import EngineClient
+from megatron_t1.rollout.formats import ChatFormat
+from megatron_t1.rollout.stream import TokenStream
+from megatron_t1.trajectory.contract import SamplingContract
+
+
+class NoRoom(Exception):
+    """The next turn needs more tokens than the episode has left."""
+
+
+class Sampler(Protocol):
+    """`contract` is stated in the record's header; None for a script.
+
+    `cached_tokens` counts prompt tokens that were not computed again.
+    """
+
+    contract: SamplingContract | None
+    cached_tokens: int
+
+    async def next_turn(self, stream: TokenStream, max_tokens: int) -> np.ndarray:
+        """Append the next turn of at most `max_tokens` tokens to the stream and return its ids, int32 [n].
+
+        Raises:
+            NoRoom: a turn that can't be shortened doesn't fit.
+            EngineLost, EngineRequestFailed, EngineAnswerInvalid: see `rollout.engine`.
+        """
+
+
+class EngineSampler:
+    """Samples from the policy in the engine, asking for the routes of new positions only.
+
+    Args:
+        contract: temperature, top-p and stop ids are taken from here, so the record can't state other ones.
+        name: trajectory, for error messages.
+        seed: of a turn, by its number; None: the engine's own randomness.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        contract: SamplingContract,
+        *,
+        name: str = "",
+        seed: Callable[[int], int] | None = None,
+    ):
+        self.client = client
+        self.contract = contract
+        self.name = name
+        self.seed = seed
+        self.cached_tokens = 0
+
+    async def next_turn(self, stream: TokenStream, max_tokens: int) -> np.ndarray:
+        completion = await self.client.generate(
+            stream.ids,
+            max_tokens=max_tokens,
+            temperature=self.contract.temperature,
+            top_p=self.contract.top_p,
+            stop_ids=self.contract.stop_ids,
+            seed=None if self.seed is None else self.seed(stream.turns),
+            routes_from=stream.routes_from,
+            where=f"{self.name}, turn {stream.turns}",
+        )
+        self.cached_tokens += completion.cached_tokens
+        stream.append_sampled(completion)
+        return completion.ids
+
+
+class ScriptedSampler:
+    """Plays given commands and then submits; its tokens are demonstrations, not samples."""
+
+    contract = None
+    cached_tokens = 0
+
+    def __init__(self, chat: ChatFormat, commands: Sequence[str]):
+        self.chat = chat
+        self.commands = commands
+
+    async def next_turn(self, stream: TokenStream, max_tokens: int) -> np.ndarray:
+        turn = stream.turns
+        ids = self.chat.command(self.commands[turn]) if turn < len(self.commands) else self.chat.submission()
+        if len(ids) > max_tokens:
+            raise NoRoom(f"turn {turn} needs {len(ids)} tokens, {max_tokens} are left")
+        stream.append_demonstration(ids)
+        return ids

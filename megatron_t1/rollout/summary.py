@@ -1,0 +1,59 @@
+"""Numbers of a finished rollout or evaluation, from the headers of its records alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from megatron_t1.trajectory.record import Header
+
+COUNTS = ("turns", "tokens", "sampled_tokens", "commands", "commands_failed", "command_timeouts", "format_errors")
+
+
+def rollout_metrics(headers: Iterable[Header], group: str) -> dict[str, float]:
+    """Flat metrics "group/name"; means are over trusted episodes, counts over all."""
+    headers = list(headers)
+    trusted = [header for header in headers if header.verdict is not None and header.verdict.trusted]
+    metrics = {
+        "episodes": float(len(headers)),
+        "untrusted": float(len(headers) - len(trusted)),
+        "retries": float(sum(header.counts.get("retries", 0) for header in headers)),
+        "route_differences": float(sum(header.counts.get("route_differences", 0) for header in headers)),
+    }
+    if headers:
+        metrics |= {name: _mean(header.counts.get(name, 0) for header in headers) for name in COUNTS}
+        ends = Counter(header.end_reason for header in headers)
+        metrics |= {f"end_{reason}": count / len(headers) for reason, count in sorted(ends.items())}
+    if trusted:
+        metrics |= {
+            "mean_reward": _mean(header.reward.get("total", 0.0) for header in trusted),
+            "checks_passed": _mean(header.verdict.passed for header in trusted),
+            "checks_fraction": _mean(header.verdict.passed / max(1, header.verdict.total) for header in trusted),
+            "success_rate": _mean(header.verdict.solved for header in trusted),
+        }
+        gains = [h.verdict.passed - h.verdict.baseline for h in trusted if h.verdict.baseline >= 0]
+        if gains:
+            metrics["checks_above_baseline"] = _mean(gains)
+    return {f"{group}/{name}": value for name, value in metrics.items()}
+
+
+def evaluation_summary(headers: Iterable[Header], policy: int) -> dict[str, Any]:
+    """Per task and attempt: what a paired comparison of two policies needs. Untrusted attempts are None, not zero."""
+    tasks: dict[str, dict[str, Any]] = {}
+    for header in sorted(headers, key=lambda item: (item.task, item.attempt)):
+        entry = tasks.setdefault(header.task, {"baseline": -1, "passed": [], "total": [], "solved": []})
+        verdict = header.verdict
+        trusted = verdict is not None and verdict.trusted
+        entry["passed"].append(verdict.passed if trusted else None)
+        entry["total"].append(verdict.total if trusted else None)
+        entry["solved"].append(verdict.solved if trusted else None)
+        if trusted:
+            entry["baseline"] = verdict.baseline
+    return {"version": 1, "policy": policy, "tasks": tasks}
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

@@ -1,0 +1,124 @@
+"""A micro-batch on this rank: packed tokens, routes and loss fields, all cut by one TokenLayout.
+
+T_local: token rows of this context-parallel rank; N: loss tokens of the whole micro-batch (all context ranks).
+The loss of token t is computed at the position before it, so `positions` index the row that predicts, `ordinals` the
+loss token it predicts (index into the micro-batch's concatenated fields).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_t1.routing.padding import padding_routes
+from megatron_t1.routing.replay import MicroBatchRoutes
+from megatron_t1.training.samples import Sample
+from megatron_t1.trajectory.layout import TokenLayout
+
+DUMMY_LENGTH = 2  # tokens of the zero-weight sequence given to a rank that has no work
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What the model expects of routes: L MoE layers, `num_experts`, K experts per token, expert-parallel size."""
+
+    num_moe_layers: int
+    num_experts: int
+    top_k: int
+    expert_parallel: int
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        return np.uint8 if self.num_experts <= 256 else np.uint16
+
+
+@dataclass
+class MicroBatch:
+    samples: list[Sample]
+    layout: TokenLayout
+    tokens: torch.Tensor  # int64 [1, T_local]
+    position_ids: torch.Tensor  # int64 [1, T_local]
+    positions: torch.Tensor  # int64 [n], rows of T_local with a loss
+    ordinals: torch.Tensor  # int64 [n], loss tokens those rows predict
+    targets: torch.Tensor  # int64 [n], their ids
+    count: int  # N
+    routes: MicroBatchRoutes | None
+
+    def loss_field(self, name: str, device: torch.device) -> torch.Tensor:
+        """float32 [n]: a field of the loss tokens of this rank, row for row with `positions`."""
+        joined = np.concatenate([sample.fields[name] for sample in self.samples]) if self.samples else np.zeros(0)
+        return torch.from_numpy(joined.astype(np.float32))[self.ordinals.cpu()].to(device)
+
+    def per_sample(self, values: np.ndarray) -> list[np.ndarray]:
+        """Split [N] numbers back into one array for each sample."""
+        ends = np.cumsum([sample.loss_tokens for sample in self.samples])
+        return np.split(values, ends[:-1]) if self.samples else []
+
+
+def build_micro_batch(
+    samples: Sequence[Sample],
+    *,
+    layout_sizes: dict[str, int | bool],
+    route_shape: RouteShape | None,
+    device: torch.device,
+) -> MicroBatch:
+    """Lay `samples` out for this rank. No samples: a zero-weight sequence that keeps collectives in step.
+
+    Args:
+        layout_sizes: context_size, context_rank, tensor_size, tensor_rank, sequence_parallel of this rank.
+        route_shape: given when routes are replayed; None leaves the routers alone.
+    """
+    samples = list(samples)
+    ids = [sample.ids for sample in samples] or [np.zeros(DUMMY_LENGTH, np.int32)]
+    masks = [sample.loss_mask for sample in samples] or [np.zeros(DUMMY_LENGTH, bool)]
+    layout = TokenLayout(tuple(len(stream) for stream in ids), **layout_sizes)
+
+    count, ordinals = 0, []
+    for mask in masks:
+        numbered = np.full(len(mask), -1, np.int64)
+        numbered[mask] = np.arange(count, count + mask.sum())
+        count += int(mask.sum())
+        ordinals.append(numbered)
+    local_ordinals = layout.local(layout.shift(ordinals, fill=-1), fill=-1)
+    local_targets = layout.local(layout.shift(ids, fill=0), fill=0)
+    positions = np.flatnonzero(local_ordinals >= 0)
+
+    def to(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return MicroBatch(
+        samples=samples,
+        layout=layout,
+        tokens=to(layout.local(ids, fill=0).astype(np.int64))[None],
+        position_ids=to(layout.position_ids.astype(np.int64))[None],
+        positions=to(positions),
+        ordinals=to(local_ordinals[positions]),
+        targets=to(local_targets[positions].astype(np.int64)),
+        count=count,
+        routes=None if route_shape is None else _routes(samples, layout, route_shape, device),
+    )
+
+
+def _routes(samples: list[Sample], layout: TokenLayout, shape: RouteShape, device: torch.device) -> MicroBatchRoutes:
+    """Recorded rows where there are any, spread padding rows in padding, the router's own choice elsewhere."""
+    empty = (shape.num_moe_layers, shape.top_k)
+    if samples:
+        recorded = layout.local([sample.routes for sample in samples], fill=0)
+        replayed = layout.local([sample.routed for sample in samples], fill=False)
+    else:
+        recorded = layout.local([np.zeros((DUMMY_LENGTH, *empty), shape.dtype)], fill=0)
+        replayed = layout.local([np.zeros(DUMMY_LENGTH, bool)], fill=False)
+    padding = layout.is_padding if samples else np.ones(len(replayed), bool)
+    if padding.any():
+        recorded, replayed = recorded.copy(), replayed | padding
+        recorded[padding] = padding_routes(
+            int(padding.sum()), shape.num_moe_layers, shape.num_experts, shape.top_k, shape.expert_parallel
+        )
+    rows = layout.sequence_parallel_rows(recorded)
+    mask = layout.sequence_parallel_rows(replayed)
+    return MicroBatchRoutes(
+        torch.from_numpy(np.ascontiguousarray(rows)).to(device), torch.from_numpy(np.ascontiguousarray(mask)).to(device)
+    )

@@ -1,0 +1,114 @@
+"""What every training phase needs to know: configuration, files, counters, this process's place in the group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_t1 import atomic
+from megatron_t1.config.schema import Config
+from megatron_t1.model.backend import Backend
+from megatron_t1.paths import Counters, RunPaths
+from megatron_t1.phase import WrittenFile
+from megatron_t1.training.samples import Sample, tokenizer_digest
+from megatron_t1.trajectory.layout import TokenLayout
+from megatron_t1.trajectory.packing import plan_packing
+
+
+@dataclass
+class Context:
+    config: Config
+    backend: Backend
+    iteration: int
+    timings_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths.of(self.config.run.dir)
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(self.iteration, self.config.loop.warmup_iterations)
+
+    @property
+    def start_model(self) -> Path:
+        return Path(self.config.model.path)
+
+    @property
+    def is_writer(self) -> bool:
+        """The one process that writes results: rank 0."""
+        return dist.get_rank() == 0
+
+    @property
+    def owns_values(self) -> bool:
+        """One process of each data-parallel replica writes that replica's per-token numbers."""
+        return (
+            parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    def contract_facts(self) -> dict[str, Any]:
+        """Fields of the sampling contract that the model in training fixes."""
+        architecture = self.config.model.architecture
+        return {
+            "tokenizer_sha256": tokenizer_digest(self.start_model),
+            "chat_format": self.config.model.chat_format,
+            "model_dtype": self.config.model.dtype,
+            "num_experts": architecture.num_experts,
+            "top_k": architecture.num_experts_per_tok,
+            "num_moe_layers": architecture.num_hidden_layers if architecture.num_experts else 0,
+        }
+
+    def groups(self, samples: list[Sample], *, seed: int = 0) -> list[list[Sample]]:
+        """This replica's share of one global packing plan: the samples of each micro-batch, none in a dummy."""
+        plan = plan_packing(
+            [len(sample.ids) for sample in samples],
+            data_parallel=self.replica_count,
+            capacity=self.config.train.capacity,
+            seed=seed,
+            multiple=TokenLayout.sequence_multiple(parallel_state.get_context_parallel_world_size()),
+            names=[sample.name for sample in samples],
+        )
+        mine = plan.ranks[self.replica]
+        return [[] if batch.is_dummy else [samples[index] for index in batch.sequences] for batch in mine]
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """Data-parallel replicas: every process of a replica holds the same samples and numbers."""
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def replica(self) -> int:
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def replica_count(self) -> int:
+        return parallel_state.get_data_parallel_world_size()
+
+    def written(self, directory: Path) -> list[WrittenFile]:
+        """Small finished files of a directory, with digests, named relative to the run."""
+        return [
+            WrittenFile(str(path.relative_to(self.paths.root)), path.stat().st_size, atomic.sha256_file(path))
+            for path in sorted(directory.iterdir())
+            if path.is_file()
+        ]
+
+    def say(self, message: str) -> None:
+        if self.is_writer:
+            print(message, flush=True)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,315 @@
+"""One role's model in one process group: forward passes and optimizer steps over micro-batches.
+
+The result of a step doesn't depend on how its trajectories were split into micro-batches or over ranks: losses are
+token sums, and Megatron divides the gradients once by the global number of loss tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from megatron_t1.config.schema import Config, OptimizerConfig
+from megatron_t1.errors import T1Error
+from megatron_t1.model.backend import Backend
+from megatron_t1.model.build import build_model
+from megatron_t1.model.checkpoint import load_checkpoint
+from megatron_t1.model.heads import loss_hidden, output_weight, vocabulary_rows
+from megatron_t1.ppo.logprobs import token_logprobs
+from megatron_t1.ppo.sums import Sums, merge
+from megatron_t1.routing.replay import RoutingReplay
+from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch
+from megatron_t1.training.samples import Sample
+from megatron_t1.training.schedule import learning_rate
+
+LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Sums]]  # loss sum and metric sums
+TokenReader = Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]  # float32 [n] for each name
+
+
+class Engine:
+    """A policy or value model with its optimizer.
+
+    Args:
+        role: "policy" or "value".
+        optimizer: hyper-parameters; None builds a model for forward passes only.
+        replay: whether this role replays recorded routes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        backend: Backend,
+        role: str,
+        optimizer: OptimizerConfig | None,
+        *,
+        replay: bool,
+        aux_loss_coef: float = 0.0,
+    ):
+        self.config, self.backend, self.role = config, backend, role
+        self.chunks = build_model(config, backend, role, aux_loss_coef=aux_loss_coef)
+        self.transformer = self.chunks[0].config
+        self.replaying = replay
+        self.replay = RoutingReplay(
+            self.chunks, num_experts=self.transformer.num_moe_experts or 0, top_k=self.transformer.moe_router_topk
+        )
+        self.modules: list[torch.nn.Module] = list(self.chunks)
+        if config.model.dtype == "bfloat16":
+            self.modules = [Float16Module(self.transformer, chunk) for chunk in self.chunks]
+        self.optimizer_config = optimizer
+        self.optimizer = None
+        self.optimizer_steps = 0
+        if optimizer is not None:
+            self._add_optimizer(optimizer)
+
+    def _add_optimizer(self, options: OptimizerConfig) -> None:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.layout.distributed_optimizer
+        )
+        self.modules = [
+            DistributedDataParallel(self.transformer, ddp, module, disable_bucketing=index > 0)
+            for index, module in enumerate(self.modules)
+        ]
+        bf16 = self.config.model.dtype == "bfloat16"
+        self.optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                adam_beta1=options.beta1,
+                adam_beta2=options.beta2,
+                adam_eps=options.eps,
+                weight_decay=options.weight_decay,
+                clip_grad=options.clip_grad,
+                bf16=bf16,
+                params_dtype=self.transformer.params_dtype,
+                use_distributed_optimizer=self.config.layout.distributed_optimizer,
+            ),
+            self.modules,
+        )
+        self.transformer.grad_scale_func = self.optimizer.scale_loss
+        self.transformer.finalize_model_grads_func = finalize_model_grads
+        self.transformer.no_sync_func = None
+
+    def load(self, directory: Path) -> None:
+        """Model, optimizer and step counter from a checkpoint of this role."""
+        state = load_checkpoint(directory, self.chunks, self.optimizer)
+        self.optimizer_steps = int(state["optimizer_steps"])
+
+    def parameters_changed(self) -> None:
+        """Must follow a change of the parameters from outside: a mixed-precision optimizer keeps its own copy."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    @property
+    def route_shape(self) -> RouteShape:
+        architecture = self.config.model.architecture
+        return RouteShape(
+            num_moe_layers=len(self.replay.layers),
+            num_experts=architecture.num_experts,
+            top_k=architecture.num_experts_per_tok,
+            expert_parallel=self.config.layout.expert,
+        )
+
+    def micro_batches(self, groups: Iterable[Sequence[Sample]], *, replay: bool | None = None) -> list[MicroBatch]:
+        """One micro-batch for each group of samples of this data-parallel rank."""
+        use_routes = self.replaying if replay is None else replay
+        sizes = {
+            "context_size": parallel_state.get_context_parallel_world_size(),
+            "context_rank": parallel_state.get_context_parallel_rank(),
+            "tensor_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+            "sequence_parallel": bool(self.transformer.sequence_parallel),
+        }
+        shape = self.route_shape if use_routes and self.replay.layers else None
+        return [
+            build_micro_batch(group, layout_sizes=sizes, route_shape=shape, device=self.backend.device)
+            for group in groups
+        ]
+
+    # -- passes -------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: list[MicroBatch], loss: LossFunction, *, decay_steps: int | None = None) -> Sums:
+        """Forward, backward, one optimizer step. Returns global sums, with `grad_norm` and `learning_rate`.
+
+        Raises:
+            T1Error: the gradient isn't finite; the step is not taken.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("this engine was built without an optimizer")
+        rate = learning_rate(self.optimizer_config, self.optimizer_steps, decay_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for module in self.modules:
+            module.train()
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._reduce(self._schedule(batches, loss, forward_only=False))
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated or not np.isfinite(float(grad_norm)):
+            names = ", ".join(sample.name for batch in batches for sample in batch.samples[:4])
+            raise T1Error(
+                f"gradient norm {float(grad_norm)} in optimizer step {self.optimizer_steps} of the {self.role} model",
+                where=f"trajectories of this rank: {names}, ...",
+                remedy="look at the trajectories' log-probs and rewards; a smaller learning rate or clip_grad may help",
+            )
+        self.optimizer_steps += 1
+        sums["grad_norm"] = torch.tensor([float(grad_norm), 1.0], dtype=torch.float64)
+        sums["learning_rate"] = torch.tensor([rate, 1.0], dtype=torch.float64)
+        return sums
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[MicroBatch], loss: LossFunction) -> Sums:
+        """Global sums of a loss without an update."""
+        return self._reduce(self._schedule(batches, loss, forward_only=True))
+
+    @torch.no_grad()
+    def score(self, batches: list[MicroBatch], read: TokenReader) -> list[dict[str, torch.Tensor]]:
+        """Per-loss-token numbers of each micro-batch: float32 [N] for every name `read` returns, on every rank."""
+        for module in self.modules:
+            module.eval()
+        collected: list[dict[str, torch.Tensor]] = []
+
+        def loss(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+            scattered = {}
+            for name, values in read(output, batch).items():
+                full = torch.zeros(batch.count, dtype=torch.float32, device=values.device)
+                full[batch.ordinals] = values.float()
+                scattered[name] = full
+            collected.append(scattered)
+            return output.new_zeros(()), {}
+
+        self._schedule(batches, loss, forward_only=True)
+        names = _names_everywhere({name for part in collected for name in part})
+        results = []
+        for index, batch in enumerate(batches):
+            result = {}
+            for name in names:
+                full = (
+                    collected[index][name]
+                    if collected
+                    else torch.zeros(batch.count, dtype=torch.float32, device=self.backend.device)
+                )
+                if parallel_state.get_context_parallel_world_size() > 1:
+                    dist.all_reduce(full, group=parallel_state.get_context_parallel_group())
+                if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+                    dist.broadcast(
+                        full,
+                        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                        group=parallel_state.get_pipeline_model_parallel_group(),
+                    )
+                result[name] = full.cpu()
+            results.append(result)
+        return results
+
+    def record_routes(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """The model's own choices for each micro-batch: [T_local, L_local, K] in compact dtype. One pipeline stage."""
+        recorded = []
+        with torch.no_grad():
+            for module in self.modules:
+                module.eval()
+            for batch in batches:
+                _, routes = self.replay.record(
+                    self.chunks[0], lambda batch=batch: self._forward(self.modules[0], batch)
+                )
+                recorded.append(routes)
+        return recorded
+
+    def _forward(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+        boundaries = torch.from_numpy(batch.layout.cu_seqlens).to(self.backend.device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            cu_seqlens_q_padded=boundaries,
+            cu_seqlens_kv_padded=boundaries,
+            max_seqlen_q=batch.layout.max_seqlen,
+            max_seqlen_kv=batch.layout.max_seqlen,
+        )
+        return module(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+
+    def _schedule(self, batches: list[MicroBatch], loss: LossFunction, *, forward_only: bool) -> list[Sums]:
+        if not batches:
+            raise RuntimeError("a pass needs at least one micro-batch on every rank")
+
+        def forward_step(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            batch = next(iterator)
+            index = next(i for i, candidate in enumerate(self.modules) if candidate is module)
+            output = self.replay.run(self.chunks[index], batch.routes, lambda: self._forward(module, batch))
+
+            def reduce(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sums]:
+                total, sums = loss(result, batch)
+                total = total + result.sum() * 0.0  # a micro-batch without loss tokens still has a backward pass
+                tokens = torch.tensor(len(batch.positions), dtype=torch.int, device=self.backend.device)
+                return total, tokens, sums
+
+            return output, reduce
+
+        iterators: Any = [iter(batches) for _ in self.modules]
+        several = len(self.modules) > 1
+        with contextlib.nullcontext() if batches[0].routes is not None else self.replay.native():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if several else iterators[0],
+                model=self.modules if several else self.modules[0],
+                num_microbatches=len(batches),
+                seq_length=batches[0].layout.total,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _reduce(self, sums: list[Sums]) -> Sums:
+        """Add [sum, count] pairs over micro-batches and ranks; each token counts once (trl#6380)."""
+        own = merge(sums)
+        names = _names_everywhere(own)
+        table = torch.zeros(len(names), 2, dtype=torch.float64, device=self.backend.device)
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            for row, name in enumerate(names):
+                table[row] = own[name]
+        if names:
+            dist.all_reduce(table)
+        return dict(zip(names, table.cpu().unbind(), strict=True))
+
+    # -- what a pass reads --------------------------------------------------------------------------------------
+
+    def logprobs(self, hidden: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Log-probs (and entropies) of this rank's loss tokens, fp32 [n], at the sampling temperature."""
+        chunk = self.chunks[-1]
+        rows = loss_hidden(chunk, hidden)[0, batch.positions]
+        first_id, _ = vocabulary_rows(chunk)
+        group = parallel_state.get_tensor_model_parallel_group()
+        logprobs, entropies = token_logprobs(
+            rows,
+            output_weight(chunk),
+            batch.targets,
+            temperature=self.config.rollout.temperature,
+            vocab_size=chunk.architecture.vocab_size,
+            vocab_start=first_id,
+            tp_group=group if parallel_state.get_tensor_model_parallel_world_size() > 1 else None,
+            chunk=self.config.train.logprob_chunk,
+        )
+        return {"logprobs": logprobs, "entropy": entropies}
+
+    def values(self, output: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Values of this rank's loss tokens, fp32 [n]: read at the position before each token."""
+        return {"values": output.reshape(-1)[batch.positions].float()}
+
+
+def _names_everywhere(own: Iterable[str]) -> list[str]:
+    """Names known on any rank, in one order (pipeline stages without a loss know none)."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, sorted(own))
+    return sorted({name for names in gathered for name in names})

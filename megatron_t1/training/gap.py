@@ -1,0 +1,86 @@
+"""The sampler/trainer gap on the rollout itself, before the update: with replay, and what it would be without."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_t1.ppo import sums as token_sums
+from megatron_t1.ppo.gap import logprob_gap, route_difference
+from megatron_t1.training.context import Context
+from megatron_t1.training.engine import Engine
+from megatron_t1.training.samples import Sample
+
+
+def score_rollout(context: Context, engine: Engine, samples: list[Sample]) -> dict[str, float]:
+    """Mean |log p_trainer - log p_sampler|, KL (k3) and the share of expert sets that differ.
+
+    Fills `trainer_logprobs` of every sample when the loss needs them (old_logprobs=recomputed). Nothing is computed
+    when neither is asked for.
+    """
+    options = context.config.train
+    recompute = options.actor.old_logprobs == "recomputed"
+    if not (options.replay.measure_gap or recompute):
+        return {}
+    groups = context.groups(samples)
+    suffix = "replay" if engine.replaying else "no_replay"
+    metrics = _score(context, engine, groups, replay=engine.replaying, suffix=suffix, field="trainer_logprobs")
+    if recompute:
+        _share(context, samples, groups)
+    if options.replay.measure_gap and engine.replaying:
+        metrics.update(_score(context, engine, groups, replay=False, suffix="no_replay", field="native_logprobs"))
+        metrics.update(_route_difference(context, engine, groups))
+    return metrics
+
+
+def _score(
+    context: Context, engine: Engine, groups: list[list[Sample]], *, replay: bool, suffix: str, field: str
+) -> dict[str, float]:
+    batches = engine.micro_batches(groups, replay=replay)
+    for batch, result in zip(batches, engine.score(batches, engine.logprobs), strict=True):
+        for sample, logprobs in zip(batch.samples, batch.per_sample(result["logprobs"].numpy()), strict=True):
+            sample.fields[field] = logprobs
+
+    def joined(name: str) -> torch.Tensor:
+        rows = [sample.fields[name] for group in groups for sample in group]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *rows]))
+
+    sums, maxima = logprob_gap(joined(field), joined("sampler_logprobs"))
+    metrics = token_sums.means(token_sums.reduce(sums, context.replicas))
+    for name, value in maxima.items():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=context.replicas)
+        metrics[name] = float(value)
+    return {f"gap/{name}_{suffix}": value for name, value in metrics.items()}
+
+
+def _route_difference(context: Context, engine: Engine, groups: list[list[Sample]]) -> dict[str, float]:
+    """Native choices against the recorded ones. Where each rank sees whole layers and sequences only."""
+    layout = context.config.layout
+    if layout.pipeline > 1 or layout.context > 1 or layout.tensor > 1:
+        return {}
+    parts = []
+    for batch, native in zip(*_recorded(engine, groups), strict=True):
+        known = batch.routes.mask & torch.from_numpy(~batch.layout.is_padding)
+        if not batch.samples:
+            known = torch.zeros_like(known)
+        parts.append(route_difference(batch.routes.routes, native, known))
+    return {
+        f"gap/{name}": value
+        for name, value in token_sums.means(token_sums.reduce(token_sums.merge(parts), context.replicas)).items()
+    }
+
+
+def _recorded(engine: Engine, groups: list[list[Sample]]) -> tuple[list, list[torch.Tensor]]:
+    batches = engine.micro_batches(groups, replay=True)
+    return batches, engine.record_routes(batches)
+
+
+def _share(context: Context, samples: list[Sample], groups: list[list[Sample]]) -> None:
+    """Recomputed log-probs of every replica's samples to every rank: mini-batches are packed anew."""
+    own = {sample.key: sample.fields["trainer_logprobs"] for group in groups for sample in group}
+    gathered: list = [None] * context.replica_count
+    dist.all_gather_object(gathered, own, group=context.replicas)
+    merged = {key: values for part in gathered for key, values in part.items()}
+    for sample in samples:
+        sample.fields["trainer_logprobs"] = merged[sample.key]

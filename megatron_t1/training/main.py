@@ -1,0 +1,100 @@
+"""Entry point of every training process: `python -m megatron_t1.training.main --run RUN --iteration N --roles ...`.
+
+Started under torchrun or srun; `t1 train ...`, `t1 export` and the loop do that. Roles are run one after another in
+one process group, each with the memory to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_t1.config.compose import load_run_config
+from megatron_t1.errors import T1Error
+from megatron_t1.model.backend import select_backend
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult
+
+ROLES = ("sft", "critic", "actor", "export")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megatron_t1.training.main", description=__doc__)
+    parser.add_argument("--run", required=True, help="run directory (holds config.yaml)")
+    parser.add_argument("--iteration", type=int, default=0)
+    parser.add_argument("--roles", required=True, help=f"comma-separated, of: {', '.join(ROLES)}")
+    parser.add_argument("overrides", nargs="*", help="key=value on top of the run's configuration")
+    options = parser.parse_args(arguments)
+    roles = options.roles.split(",")
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown:
+        parser.error(f"unknown role {', '.join(unknown)}; known: {', '.join(ROLES)}")
+    try:
+        run_roles(Path(options.run), options.iteration, roles, options.overrides)
+    except T1Error as error:
+        print(f"error on rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        _leave(1)
+    except Exception:
+        print(f"error on rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        _leave(1)
+    return 0
+
+
+def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[str]) -> None:
+    started = time.perf_counter()
+    config = load_run_config(run_dir, overrides)
+    backend = select_backend(config.cluster.backend)
+    backend.prepare()  # before anything imports Megatron
+
+    import torch.distributed as dist
+
+    from megatron_t1.model.build import architecture_from_hf
+    from megatron_t1.model.parallel import destroy_parallel, initialize_parallel
+    from megatron_t1.training.context import Context
+
+    config.model.architecture = architecture_from_hf(config.model.path)
+    initialize_parallel(config.layout, backend, config.run.seed)
+    start_s = time.perf_counter() - started
+    for role in roles:
+        context = Context(config, backend, iteration)
+        context.timings_s["start"] = start_s
+        start_s = 0.0
+        began = time.perf_counter()
+        result = _phase(role)(context)
+        context.timings_s["total"] = time.perf_counter() - began + context.timings_s["start"]
+        dist.barrier()
+        if context.is_writer:
+            result.write(RunPaths.of(run_dir).phase(iteration, role))
+        del result, context
+        gc.collect()
+    dist.barrier()
+    destroy_parallel()
+
+
+def _phase(role: str) -> Callable[..., PhaseResult]:
+    from megatron_t1.training import actor, critic, export, sft
+
+    phases = {
+        "sft": sft.run_sft,
+        "critic": critic.run_critic,
+        "actor": actor.run_actor,
+        "export": export.run_export,
+    }
+    return phases[role]
+
+
+def _leave(code: int) -> None:
+    """End at once: other ranks may be inside a collective, and the launcher ends them when it sees this exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

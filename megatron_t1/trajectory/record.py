@@ -1,0 +1,270 @@
+"""One trajectory: everything known about an episode, one row per token. Needs numpy only.
+
+Shapes: T tokens of the stream, L MoE layers (in global layer order), K experts per token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.trajectory import tensorfile
+from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.validation import FIELD_DTYPES, OPTIONAL_FIELDS, validate
+
+SCHEMA_VERSION = 1
+RECORD_FORMAT = "megatron-t1 trajectory"
+FIELDS = tuple(FIELD_DTYPES)
+
+
+class Origin(IntEnum):
+    """Where a token of the stream came from. Only SAMPLED and DEMONSTRATION tokens are trained on."""
+
+    PROMPT = 0
+    SAMPLED = 1
+    DEMONSTRATION = 2  # an answer written by a scripted policy: trained on by SFT, has no log-prob
+    ENVIRONMENT = 3
+    REPAIR = 4  # a boundary token nobody sampled
+
+
+class EndReason:
+    """Why an episode ended (typed, never inferred from the reward)."""
+
+    SUBMITTED = "submitted"
+    TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"
+    AGENT_TIMEOUT = "agent_timeout"
+    SANDBOX_LOST = "sandbox_lost"
+    ENGINE_LOST = "engine_lost"
+    FORMAT_ERROR = "format_error"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the task's own verifier said. Untrusted is not zero: such a trajectory is excluded and counted."""
+
+    passed: int
+    total: int
+    baseline: int  # checks that pass when nothing is done; -1 unknown
+    trusted: bool
+    reason: str = ""  # why it isn't trusted
+    checks: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def solved(self) -> bool:
+        return self.trusted and self.total > 0 and self.passed == self.total
+
+
+@dataclass(frozen=True)
+class Header:
+    trajectory_id: str  # unique in its store: "<task>-<attempt>"
+    task: str
+    attempt: int
+    iteration: int
+    policy_versions: tuple[int, ...]  # one for each assistant turn
+    end_reason: str
+    verdict: Verdict | None  # None: a demonstration, or not verified
+    reward: dict[str, float]  # components; "total" is what training uses; empty when there is no trusted verdict
+    contract: SamplingContract | None  # None: demonstrations
+    counts: dict[str, int] = field(default_factory=dict)  # format_errors, commands, command_timeouts, ...
+    timings_s: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        raw = dict(self.__dict__)
+        raw["verdict"] = None if self.verdict is None else dict(self.verdict.__dict__)
+        raw["contract"] = None if self.contract is None else self.contract.to_json()
+        raw["policy_versions"] = list(self.policy_versions)
+        return raw
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Header:
+        verdict, contract = raw["verdict"], raw["contract"]
+        return cls(
+            **{
+                **raw,
+                "policy_versions": tuple(raw["policy_versions"]),
+                "verdict": None if verdict is None else Verdict(**verdict),
+                "contract": None if contract is None else SamplingContract.from_json(contract),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """An immutable record; building one validates it.
+
+    Attributes:
+        ids: int32 [T], the stream exactly as the sampler saw and produced it.
+        origin: uint8 [T], `Origin` of each token.
+        turn: uint16 [T], assistant turn the token belongs to (prompt: 0; a reply belongs to the turn it answers).
+        logprobs: float32 [T], the sampler's log-probability where origin is SAMPLED, NaN elsewhere.
+        routes: uint8 or uint16 [T, L, K], experts taken; None when routes were not recorded.
+        routed: bool [T], whether the row of `routes` was recorded (the very last token's never is).
+
+    Arrays are held as read-only views, without a copy.
+
+    Raises (at construction):
+        T1Error: a wrong dtype or length, or fields that contradict each other; names the field and the token.
+    """
+
+    header: Header
+    ids: np.ndarray
+    origin: np.ndarray
+    turn: np.ndarray
+    logprobs: np.ndarray
+    routes: np.ndarray | None
+    routed: np.ndarray
+
+    def __post_init__(self) -> None:
+        validate(self)
+        for name, array in self.arrays().items():
+            if array.flags.writeable:
+                view = array.view()
+                view.flags.writeable = False
+                object.__setattr__(self, name, view)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [T]: tokens that carry loss. Derived from origin, never stored."""
+        return (self.origin == Origin.SAMPLED) | (self.origin == Origin.DEMONSTRATION)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over header and arrays: the key under which sidecars (values, advantages) refer to this record."""
+        state = hashlib.sha256(_dump(self.header.to_json()).encode())
+        for name, array in self.arrays().items():
+            state.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            state.update(np.ascontiguousarray(array).data)
+        return state.hexdigest()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        found = {name: getattr(self, name) for name in FIELDS}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def truncated(self, length: int) -> Trajectory:
+        """The first `length` tokens (at least 1); every token-aligned field is cut together (verifiers#1394)."""
+        if not 1 <= length <= len(self):
+            raise ValueError(f"can't cut {len(self)} tokens to {length}")
+        cut = {name: array[:length] for name, array in self.arrays().items()}
+        versions = self.header.policy_versions[: int(self.turn[length - 1]) + 1]
+        return replace(self, header=replace(self.header, policy_versions=versions), **cut)
+
+
+def save(trajectory: Trajectory, path: str | Path) -> str:
+    """Write one record as a safetensors file that is complete or absent; return the SHA-256 of the file.
+
+    Raises:
+        T1Error: the file can't be written (disk full, ...).
+    """
+    metadata = {
+        "format": RECORD_FORMAT,
+        "schema": str(SCHEMA_VERSION),
+        "digest": trajectory.digest,
+        "header": _dump(trajectory.header.to_json()),
+    }
+    return tensorfile.write(path, trajectory.arrays(), metadata)
+
+
+def load(path: str | Path, *, verify: bool = False) -> Trajectory:
+    """Read a record; its arrays are views of the mapped file.
+
+    Args:
+        verify: recompute the digest from the content and compare it with the one the writer stored.
+
+    Raises:
+        IncompleteError: truncated, not a record, or (`verify`) changed since it was written.
+        T1Error: another schema version, or fields that contradict each other.
+    """
+    file = _open(path)
+    return assemble(json_header(file), file.metadata.get("digest", ""), file, prefix="", where=str(path), verify=verify)
+
+
+def load_header(path: str | Path) -> Header:
+    """The header of a record file, without reading its arrays. Raises as `load`."""
+    return parse_header(json_header(_open(path)), where=str(path))
+
+
+def assemble(
+    header: Any, digest: str, file: tensorfile.TensorFile, *, prefix: str, where: str, verify: bool
+) -> Trajectory:
+    """Build the record whose arrays are called `prefix` + field in `file`. Raises as `load`."""
+    parsed = parse_header(header, where=where)
+    arrays = {name: file[prefix + name] for name in FIELDS if prefix + name in file.entries}
+    missing = [name for name in FIELDS if name not in arrays and name not in OPTIONAL_FIELDS]
+    if missing:
+        raise IncompleteError(f"the record lacks the field(s) {', '.join(missing)}", where=where)
+    try:
+        trajectory = Trajectory(header=parsed, **{"routes": None, **arrays})
+    except T1Error as error:
+        raise type(error)(error.problem, where=f"{where}, {error.where}", remedy=error.remedy) from error
+    if not _is_digest(digest):
+        raise IncompleteError(
+            "the record carries no digest", where=where, remedy="write it with trajectory.record.save"
+        )
+    if verify and trajectory.digest != digest:
+        raise IncompleteError(
+            f"the content's digest is {trajectory.digest[:16]}..., the writer's was {digest[:16]}...",
+            where=where,
+            remedy="the file was changed after it was written; restore it or make the trajectory again",
+        )
+    trajectory.__dict__["digest"] = digest  # fills the cached property: hashing gigabytes of routes again costs seconds
+    return trajectory
+
+
+def _open(path: str | Path) -> tensorfile.TensorFile:
+    file = tensorfile.TensorFile(path)
+    require_format(file, RECORD_FORMAT)
+    return file
+
+
+def require_format(file: tensorfile.TensorFile, expected: str) -> None:
+    """Raise T1Error unless `file` says it is of this format and of a schema version this code reads."""
+    found, schema = file.metadata.get("format"), file.metadata.get("schema")
+    if found != expected:
+        raise IncompleteError(
+            f"this file is {found or 'of unknown format'!r}, expected {expected!r}", where=str(file.path)
+        )
+    if schema != str(SCHEMA_VERSION):
+        raise T1Error(
+            f"the file has schema version {schema!r}, this version of megatron-t1 reads {SCHEMA_VERSION}",
+            where=str(file.path),
+            remedy="read it with the version of megatron-t1 that wrote it",
+        )
+
+
+def json_header(file: tensorfile.TensorFile, key: str = "header") -> Any:
+    """The JSON value stored under `key` of the file's metadata."""
+    try:
+        return json.loads(file.metadata[key])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise IncompleteError(f"the file has no readable {key!r} entry ({error})", where=str(file.path)) from error
+
+
+def parse_header(raw: Any, *, where: str) -> Header:
+    """`Header.from_json` for JSON from outside: what doesn't fit becomes an IncompleteError."""
+    try:
+        return Header.from_json(raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise IncompleteError(f"the header doesn't fit the schema: {error}", where=where) from error
+
+
+def _is_digest(text: Any) -> bool:
+    return isinstance(text, str) and len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _dump(value: Any) -> str:
+    """Compact JSON with sorted keys; numpy scalars, which counters and rewards easily are, count as numbers."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=lambda item: item.item())

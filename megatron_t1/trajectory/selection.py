@@ -1,0 +1,87 @@
+"""Which trajectories are trained on: one predicate, shared by losses, metrics and counts (verl#7970).
+
+What is left out is excluded as a whole and counted under its reason; nothing is turned into a reward of zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_t1.errors import ConfigError
+from megatron_t1.trajectory.record import EndReason, Origin, Trajectory
+
+UNVERIFIED = "unverified"
+UNTRUSTED = "untrusted_verdict"
+NO_REWARD = "no_reward"
+NO_SAMPLED_TOKEN = "no_sampled_token"
+NO_DEMONSTRATION = "no_demonstration_token"
+TIMED_OUT = "agent_timeout"
+INFRASTRUCTURE = "infrastructure_lost"
+TIMED_OUT_POLICIES = ("score", "exclude")
+_LOST = (EndReason.SANDBOX_LOST, EndReason.ENGINE_LOST)
+
+
+def trainable(trajectory: Trajectory, *, timed_out_policy: str = "score") -> str | None:
+    """Why PPO must not train on a trajectory, or None when it may.
+
+    A truncated trajectory (turn or token limit) with a trusted verdict is trained on: its reward is known. One that
+    lost its sandbox or engine isn't: its end says nothing about the policy.
+
+    Args:
+        timed_out_policy: `env.timed_out_policy`: "score" trains on verified trajectories that ended by agent timeout,
+            "exclude" doesn't.
+    """
+    if timed_out_policy not in TIMED_OUT_POLICIES:
+        raise ConfigError(f"timed_out_policy is {timed_out_policy!r}, known: {', '.join(TIMED_OUT_POLICIES)}")
+    header = trajectory.header
+    if header.end_reason in _LOST:
+        return INFRASTRUCTURE
+    if header.verdict is None:
+        return UNVERIFIED
+    if not header.verdict.trusted:
+        return UNTRUSTED
+    if header.end_reason == EndReason.AGENT_TIMEOUT and timed_out_policy == "exclude":
+        return TIMED_OUT
+    if not np.isfinite(header.reward.get("total", np.nan)):
+        return NO_REWARD
+    if not np.any(trajectory.origin == Origin.SAMPLED):
+        return NO_SAMPLED_TOKEN
+    return None
+
+
+def demonstrates(trajectory: Trajectory) -> str | None:
+    """Why SFT can't train on a trajectory, or None when it can."""
+    return None if np.any(trajectory.origin == Origin.DEMONSTRATION) else NO_DEMONSTRATION
+
+
+@dataclass
+class Selection:
+    """Trajectories to train on, and how many were left out for which reason."""
+
+    kept: list[Trajectory] = field(default_factory=list)
+    excluded: dict[str, str] = field(default_factory=dict)  # trajectory id -> reason
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(Counter(self.excluded.values()))
+
+    def metrics(self) -> dict[str, float]:
+        """Flat metrics: trajectories kept, and excluded by reason."""
+        found = {"selection/kept": float(len(self.kept)), "selection/excluded": float(len(self.excluded))}
+        return {**found, **{f"selection/{reason}": float(number) for reason, number in sorted(self.counts.items())}}
+
+
+def select(trajectories: Iterable[Trajectory], *, timed_out_policy: str = "score") -> Selection:
+    """Apply `trainable` to all of them, in order."""
+    selection = Selection()
+    for trajectory in trajectories:
+        reason = trainable(trajectory, timed_out_policy=timed_out_policy)
+        if reason is None:
+            selection.kept.append(trajectory)
+        else:
+            selection.excluded[trajectory.header.trajectory_id] = reason
+    return selection

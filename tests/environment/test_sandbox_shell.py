@@ -1,0 +1,177 @@
+"""The persistent shell: whatever a command does, something sane comes back and the next command works."""
+
+import asyncio
+import os
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
+from megatron_t1.environment.sandbox.interface import SandboxLost
+from megatron_t1.environment.sandbox.output import OutputBuffer
+
+
+@pytest.fixture
+def session(in_sandbox, make_task):
+    """Run commands in one session; each is text or (text, timeout_s)."""
+
+    def run(*commands, **options):
+        async def body(sandbox):
+            await sandbox.start(make_task({"a.txt": "hello\n"}))
+            results = []
+            for command in commands:
+                text, timeout_s = command if isinstance(command, tuple) else (command, 10.0)
+                results.append(await sandbox.run(text, timeout_s))
+            return results
+
+        return in_sandbox(body, **options)
+
+    return run
+
+
+def test_directory_variables_and_functions_stay(session):
+    *_, last = session("cd /tmp", "export A=1 B='x y'", "f() { echo f $1; }", "pwd; echo $A $B; f 2")
+    assert (last.exit_code, last.output) == (0, "/tmp\n1 x y\nf 2\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "output"),
+    [
+        ("cat a.txt", 0, "hello\n"),
+        ("(exit 7)", 7, ""),
+        ("printf abc", 0, "abc"),
+        ("echo out; echo err >&2; echo out", 0, "out\nerr\nout\n"),
+        ("cat; echo after", 0, "after\n"),
+        ("cat <<'END'\nhi $A\nEND", 0, "hi $A\n"),
+        ("printf 'a\\0b'", 0, "ab"),
+        ("printf '\\377\\376'", 0, "��"),
+        ("echo one & wait; echo two", 0, "one\ntwo\n"),
+        ('read x; echo "got $x"', 0, "got \n"),
+        ("python3 -I -c 'import sys; print(sys.stdin.read() == \"\")'", 0, "True\n"),
+        ("exec echo replaced", 0, "replaced\n"),
+        ("echo last; exit 3", 3, "last\n"),
+        ("set -e; false; echo not here", 1, ""),
+        ("kill -9 $$", 137, ""),
+        ("printf() { :; }; read() { :; }; unset PWD; true", 0, ""),
+        ("exec >/tmp/elsewhere 2>&1; echo lost", 0, ""),
+        ("exec 0<&- 1>&- 2>&-", 0, ""),
+        ("printf '0 /\\0' >&8", 1, "bash: line 1: 8: Bad file descriptor\n"),
+        ("x='" + "a" * 100_000 + "'; echo ${#x}", 0, "100000\n"),
+        ("", 0, ""),
+        ("true\0", 0, ""),
+    ],
+)
+def test_odd_commands(session, command, exit_code, output):
+    first, second = session(command, "echo alive")
+    assert (first.exit_code, first.output, first.timed_out) == (exit_code, output, False)
+    assert (second.exit_code, second.output) == (0, "alive\n")
+
+
+def test_syntax_errors_are_reported_and_survived(session):
+    first, second = session("echo 'unterminated", "echo alive")
+    assert first.exit_code == 2
+    assert "unexpected EOF" in first.output
+    assert second.output == "alive\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["echo part; sleep 60", "echo part; bash -c \"trap '' INT TERM; sleep 60\"", "echo part; while :; do :; done",
+     "echo part; exec sleep 60", "echo part; yes >/dev/null", "echo part; setsid sleep 60",
+     "echo part; cat <(sleep 60)",
+     "echo part; set -n"],
+)  # fmt: skip
+def test_time_limit_keeps_partial_output(session, command):
+    started = time.monotonic()
+    _, slow, after = session("cd /tmp", (command, 0.4), "pwd")
+    assert slow.timed_out and slow.exit_code is None
+    assert slow.output.startswith("part\n")
+    assert after.output == "/tmp\n"
+    assert time.monotonic() - started < 8
+
+
+def test_time_limit_keeps_state_and_earlier_background_jobs(session):
+    *_, last = session("export A=1; sleep 77 & sleep 0.05", ("sleep 60", 0.3), "echo $A; jobs -r")
+    assert last.output.startswith("1\n")
+    assert "sleep 77" in last.output
+
+
+def test_background_output_is_not_waited_for(session):
+    started = time.monotonic()
+    first, _, third = session("(sleep 0.2; echo late) & echo now", "sleep 0.4", "echo end")
+    assert first.output == "now\n"
+    assert time.monotonic() - started < 5
+    assert third.output == "end\n"
+
+
+def test_long_output_keeps_head_and_tail(session):
+    result, after = session("echo first; yes | head -c 20000000; echo last", "echo ok", output_limit=200)
+    assert result.exit_code == 0
+    assert result.output.startswith("first\n") and result.output.endswith("last\n")
+    assert len(result.output) <= 200
+    assert result.omitted == 20_000_011 - (200 - len(f"\n[... {result.omitted} bytes omitted ...]\n"))
+    assert after.output == "ok\n"
+
+
+def test_removed_directory_falls_back(session):
+    *_, last = session("mkdir /tmp/d; cd /tmp/d; rmdir /tmp/d", "exit 1", "pwd")
+    assert last.output == "/\n"
+
+
+def test_sessions_do_not_mix(make_task):
+    async def main():
+        sandboxes = [BubblewrapSandbox(SandboxConfig(), None, 1000) for _ in range(8)]
+
+        async def episode(sandbox, number):
+            try:
+                await sandbox.start(make_task())
+                for step in range(20):
+                    result = await sandbox.run(f"export X={step}; echo $X {number}", 10)
+                    assert result.output == f"{step} {number}\n"
+            finally:
+                await sandbox.stop()
+
+        await asyncio.gather(*(episode(sandbox, number) for number, sandbox in enumerate(sandboxes)))
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(main())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_killed_from_outside_is_lost_not_a_result(in_sandbox, make_task):
+    async def body(sandbox):
+        await sandbox.start(make_task())
+        await sandbox.run("true", 10)
+        asyncio.get_running_loop().call_later(0.2, sandbox._shell._process.process.kill)
+        with pytest.raises(SandboxLost, match="killed from outside"):
+            await sandbox.run("sleep 30", 20)
+
+    in_sandbox(body)
+
+
+def test_cancelled_command_leaves_a_usable_sandbox(in_sandbox, make_task):
+    async def body(sandbox):
+        await sandbox.start(make_task())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sandbox.run("sleep 30", 20), 0.3)
+        return await sandbox.run("echo alive", 10)
+
+    assert in_sandbox(body).output == "alive\n"
+
+
+@given(st.lists(st.binary(max_size=50), max_size=20), st.integers(0, 200))
+def test_output_buffer_keeps_what_fits(blocks, limit):
+    buffer = OutputBuffer(limit)
+    for block in blocks:
+        buffer.feed(block)
+    data = b"".join(blocks)
+    text, omitted = buffer.text()
+    expected = data.decode(errors="replace").replace("\0", "")
+    if len(data) <= limit:
+        assert (text, omitted) == (expected, 0)
+    else:
+        assert omitted >= len(data) - limit
+        assert len(text) <= limit

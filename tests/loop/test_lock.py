@@ -1,0 +1,68 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_t1.errors import T1Error
+from megatron_t1.loop.lock import LOCK_FILE, RunLock, owner_alive, this_process
+
+
+def write_lock(directory, **changes):
+    (directory / LOCK_FILE).write_text(json.dumps({**this_process(), "token": "other", **changes}))
+
+
+def test_second_loop_is_refused_and_the_owner_named(tmp_path):
+    with RunLock(tmp_path):
+        with pytest.raises(T1Error) as caught, RunLock(tmp_path):
+            pass
+        assert str(os.getpid()) in str(caught.value) and socket.gethostname() in str(caught.value)
+        assert (tmp_path / LOCK_FILE).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dead_owner_is_recognised(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    write_lock(tmp_path, pid=gone.pid, start_ticks=1)
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+def test_reused_process_number_is_not_the_owner(tmp_path):
+    write_lock(tmp_path, start_ticks=1)  # this process's number, but started at another time
+    with RunLock(tmp_path):
+        pass
+
+
+def test_restarted_machine_leaves_a_stale_lock():
+    assert owner_alive({**this_process(), "boot": "another"}) is False
+
+
+def test_other_host_is_judged_by_its_heartbeat(tmp_path):
+    write_lock(tmp_path, host="elsewhere")
+    with pytest.raises(T1Error, match="elsewhere"), RunLock(tmp_path):
+        pass
+    old = time.time() - 1000
+    os.utime(tmp_path / LOCK_FILE, (old, old))
+    with RunLock(tmp_path):
+        pass
+
+
+def test_damaged_lock_is_judged_by_its_age(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("")
+    with pytest.raises(T1Error), RunLock(tmp_path):
+        pass
+    os.utime(tmp_path / LOCK_FILE, (1, 1))
+    with RunLock(tmp_path):
+        pass
+
+
+def test_heartbeat_moves(tmp_path):
+    with RunLock(tmp_path, heartbeat_s=0.05):
+        os.utime(tmp_path / LOCK_FILE, (1, 1))
+        time.sleep(0.3)
+        assert (tmp_path / LOCK_FILE).stat().st_mtime > 1000

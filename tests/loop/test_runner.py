@@ -1,0 +1,206 @@
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from loop_commands import dummy_command
+from megatron_t1 import atomic
+from megatron_t1.config.compose import load_run_config, save
+from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.loop.lock import RunLock
+from megatron_t1.loop.manifest import Manifest
+from megatron_t1.loop.runner import opened
+from megatron_t1.loop.steps import Step, all_steps
+from megatron_t1.paths import RunPaths
+from megatron_t1.report.metrics import read_metrics
+
+
+def run(config, behave=""):
+    with opened(config, say=lambda line: None, command=functools.partial(dummy_command, behave=behave)) as runner:
+        return runner.run()
+
+
+def executions(config):
+    path = RunPaths.of(config.run.dir).root / "executions.jsonl"
+    return [tuple(json.loads(line)[:2]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def expected(config):
+    return [key for step in all_steps(config.loop) for key in step.keys]
+
+
+def test_a_whole_run_then_nothing_is_left(config):
+    assert run(config) == 7
+    assert executions(config) == expected(config)
+    assert run(config) == 0
+    assert executions(config) == expected(config)
+    lines = read_metrics(config.run.dir)
+    assert [(line["iteration"], line["phase"]) for line in lines] == expected(config)
+    paths = RunPaths.of(config.run.dir)
+    assert not (paths.root / "loop.lock").exists()
+    assert list(paths.tensorboard.glob("events*"))
+    assert load_run_config(config.run.dir) == config
+
+
+def test_a_longer_training_goes_on(config):
+    run(config)
+    config.loop.iterations = 2
+    run(config)
+    assert sorted(executions(config)) == sorted({*expected(config), (2, "evaluation")})
+
+
+def cut_manifest(config, *keys):
+    """What a kill between a result and the manifest leaves."""
+    path = RunPaths.of(config.run.dir).manifest
+    manifest = Manifest.read(path)
+    manifest.finished = [step for step in manifest.finished if step.key not in keys]
+    manifest.write(path)
+
+
+def test_killed_between_result_and_manifest_is_not_repeated(config):
+    run(config)
+    before = Manifest.read(RunPaths.of(config.run.dir).manifest)
+    cut_manifest(config, (1, "export"), (2, "evaluation"))
+    run(config)
+    after = Manifest.read(RunPaths.of(config.run.dir).manifest)
+    assert executions(config) == expected(config)
+    assert [step.result_sha256 for step in after.finished] == [step.result_sha256 for step in before.finished]
+    assert len(read_metrics(config.run.dir)) == len(expected(config))
+
+
+def test_colocated_launch_killed_before_the_manifest_is_adopted_whole(config):
+    config.loop.colocate_roles = True
+    run(config)
+    cut_manifest(config, (1, "critic"), (1, "actor"), (1, "export"), (2, "evaluation"))
+    run(config)
+    assert executions(config) == expected(config)
+
+
+def test_result_with_damaged_outputs_is_repeated(config):
+    run(config)
+    cut_manifest(config, (2, "evaluation"))
+    (RunPaths.of(config.run.dir).root / "outputs" / "2-evaluation").write_text("cut")
+    run(config)
+    assert executions(config) == [*expected(config), (2, "evaluation")]
+
+
+def test_result_of_other_inputs_is_repeated(config):
+    run(config)
+    cut_manifest(config, (1, "export"), (2, "evaluation"))
+    launch = RunPaths.of(config.run.dir).phase(1, "export") / "launch.json"
+    raw = json.loads(launch.read_text())
+    raw["inputs"]["1/actor"] = "0" * 64
+    atomic.write_json(launch, raw)
+    run(config)
+    assert executions(config).count((1, "export")) == 2
+
+
+@pytest.mark.parametrize("what", ["outputs/1-actor", "phases/iter_0001/actor/result.json"])
+def test_recorded_inputs_that_vanished_are_an_error(config, what):
+    run(config)
+    cut_manifest(config, (1, "export"), (2, "evaluation"))
+    root = RunPaths.of(config.run.dir).root
+    (root / "phases/iter_0001/export/result.json").unlink()
+    (root / what).write_text("{}")
+    with pytest.raises(IncompleteError, match="actor|result"):
+        run(config)
+
+
+def test_phase_without_a_result_has_failed(config):
+    with pytest.raises(IncompleteError, match="no readable phase result"):
+        run(config, "silent")
+
+
+def test_failed_phase_then_again(config):
+    with pytest.raises(T1Error, match="frobnicator"):
+        run(config, "fail")
+    run(config)
+    assert len(executions(config)) == len(expected(config)) + 1
+    attempts = [step.attempts for step in Manifest.read(RunPaths.of(config.run.dir).manifest).finished]
+    assert attempts[0] == 2
+    assert (RunPaths.of(config.run.dir).phase(0, "rollout") / "logs" / "attempt_1" / "main.log").exists()
+
+
+def test_full_disk_is_named_before_anything_starts(config, monkeypatch):
+    import collections
+
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 9, 1))
+    with pytest.raises(T1Error, match="disk is too full"):
+        run(config)
+    assert executions(config) == []
+
+
+def test_two_loops_on_one_run(config):
+    os.makedirs(config.run.dir)
+    with RunLock(config.run.dir), pytest.raises(T1Error, match="another loop"):
+        run(config)
+
+
+def test_step_by_hand_needs_its_inputs(config):
+    with opened(config, say=lambda line: None, command=dummy_command) as runner:
+        with pytest.raises(T1Error, match="needs rollout of iteration 0 first"):
+            runner.execute(Step(0, ("critic",)))
+        runner.execute(Step(0, ("rollout",)))
+        runner.execute(Step(0, ("critic",)))
+        with pytest.raises(T1Error, match="was read by critic of iteration 0"):
+            runner.forget((0, "rollout"))
+        runner.forget((0, "critic"))
+        runner.execute(Step(0, ("critic",)))
+    assert executions(config) == [(0, "rollout"), (0, "critic"), (0, "critic")]
+
+
+LOOP = textwrap.dedent("""
+    import functools, sys
+    from loop_commands import dummy_command
+    from megatron_t1.config.compose import load_run_config
+    from megatron_t1.loop.launcher import Stopped
+    from megatron_t1.loop.runner import opened
+    config = load_run_config(sys.argv[1])
+    try:
+        with opened(config, say=lambda line: None, command=functools.partial(dummy_command, behave=sys.argv[2])) as runner:
+            runner.run()
+    except Stopped as stopped:
+        sys.exit(128 + stopped.signal_number)
+""")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_the_phase_and_keeps_the_manifest(config, tmp_path, monkeypatch, number):
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("PID_FILE", str(pids))
+    save(config, f"{config.run.dir}/config.yaml")
+    loop = subprocess.Popen([sys.executable, "-c", LOOP, config.run.dir, "tree"])
+    try:
+        while not pids.exists():
+            assert loop.poll() is None
+            time.sleep(0.05)
+        loop.send_signal(number)
+        assert loop.wait(15) == 128 + number
+    finally:
+        loop.kill()
+    assert Manifest.read(RunPaths.of(config.run.dir).manifest).keys == set()
+    assert not (RunPaths.of(config.run.dir).root / "loop.lock").exists()
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_the_run_ends_as_undisturbed(config):  # slime#1558
+    import random
+
+    random.seed(0)
+    save(config, f"{config.run.dir}/config.yaml")
+    for _ in range(12):
+        loop = subprocess.Popen([sys.executable, "-c", LOOP, config.run.dir, ""])
+        time.sleep(random.uniform(0.3, 1.2))
+        loop.kill()
+        loop.wait()
+    run(config)
+    assert Manifest.read(RunPaths.of(config.run.dir).manifest).keys == set(expected(config))
+    keys = [(line["iteration"], line["phase"]) for line in read_metrics(config.run.dir)]
+    assert keys == expected(config)

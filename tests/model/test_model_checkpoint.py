@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from megatron_t1.atomic import sha256_file
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error
+from tests.distributed import run_distributed
+from tests.model.workers import losses_from_hf, model_and_optimizer, resume, train_and_save, train_steps
+from tests.tiny_model import ARCHITECTURE, tiny_config, write_hf
+
+
+@pytest.mark.parametrize(("role", "dtype"), [("policy", "float32"), ("value", "bfloat16")])
+def test_training_continues_exactly(tmp_path, role, dtype):
+    write_hf(tmp_path / "hf")
+    saved = train_and_save(str(tmp_path), {}, role, dtype)
+    resumed = resume(str(tmp_path), {}, role, dtype)
+    assert resumed == {"losses": saved["losses"], "state": {"step": 2}}
+    # The moments and their step count matter: without them the second step differs.
+    assert resume(str(tmp_path), {}, role, dtype, model_only=True)["losses"][1] != saved["losses"][1]
+
+
+@pytest.mark.slow
+def test_training_continues_exactly_with_expert_parallelism(tmp_path):
+    write_hf(tmp_path / "hf")
+    arguments = {"directory": str(tmp_path), "layout": {"expert": 2}, "role": "value"}
+    saved = run_distributed("tests.model.workers:train_and_save", 2, **arguments)
+    assert saved[0] == saved[1]
+    for file in saved[0]["files"]:
+        assert file["sha256"] == sha256_file(tmp_path / file["path"])
+    assert run_distributed("tests.model.workers:resume", 2, **arguments)[0]["losses"] == saved[0]["losses"]
+    # The model goes into another layout; the optimizer doesn't, and says so.
+    one = {**arguments, "layout": {}}
+    losses = resume(**one, model_only=True)["losses"]
+    assert losses[0] == pytest.approx(saved[0]["losses"][0], abs=3e-6)
+    with pytest.raises(MismatchError, match="expert_parallel: the checkpoint has True, here it is False"):
+        resume(**one)
+
+
+@pytest.mark.slow
+def test_model_moves_to_pipeline_and_tensor_parallelism(tmp_path):
+    write_hf(tmp_path / "hf")
+    saved = train_and_save(str(tmp_path), {}, "policy")
+    for layout in ({"pipeline": 2}, {"tensor": 2, "expert": 2}):
+        arguments = {"directory": str(tmp_path), "layout": layout, "role": "policy", "model_only": True}
+        resumed = run_distributed("tests.model.workers:resume", 2, **arguments)
+        assert resumed[0]["losses"][0] == pytest.approx(saved["losses"][0], abs=3e-6)
+
+
+@pytest.fixture
+def trained(tmp_path, backend):
+    """(directory of a checkpoint, model, optimizer, layout-independent tools)."""
+    from megatron_t1.model.checkpoint import save_checkpoint
+
+    wrapped, optimizer = model_and_optimizer(backend, tiny_config().layout, "value")
+    train_steps(wrapped, optimizer, range(1))
+    save_checkpoint(tmp_path / "checkpoint", wrapped, optimizer, {"step": 1})
+    return tmp_path / "checkpoint", wrapped, optimizer
+
+
+def load(directory, wrapped, optimizer=None):
+    from megatron_t1.model.checkpoint import load_checkpoint
+
+    return load_checkpoint(directory, wrapped, optimizer)
+
+
+def test_parameters_come_back_bit_for_bit(trained, backend):
+    directory, wrapped, _ = trained
+    other, other_optimizer = model_and_optimizer(backend, tiny_config().layout, "value")
+    assert load(directory, other, other_optimizer) == {"step": 1}
+    expected = dict(wrapped[0].named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in other[0].named_parameters())
+    assert expected["module.output_layer.weight"].abs().sum() > 0
+
+
+def test_optimizer_that_never_stepped_is_saved_and_continues(tmp_path, backend):
+    from megatron_t1.model.checkpoint import save_checkpoint
+
+    wrapped, optimizer = model_and_optimizer(backend, tiny_config().layout, "value")
+    save_checkpoint(tmp_path / "checkpoint", wrapped, optimizer, {})
+    other, other_optimizer = model_and_optimizer(backend, tiny_config().layout, "value")
+    load(tmp_path / "checkpoint", other, other_optimizer)
+    assert train_steps(other, other_optimizer, range(2)) == train_steps(wrapped, optimizer, range(2))
+
+
+def test_saving_leaves_one_directory_and_no_process(trained):
+    import psutil
+
+    directory, wrapped, optimizer = trained
+    from megatron_t1.model.checkpoint import save_checkpoint
+
+    (directory.parent / "checkpoint.partial").mkdir()  # an interrupted save
+    save_checkpoint(directory, wrapped, optimizer, {"step": 2})
+    assert [path.name for path in directory.parent.iterdir()] == ["checkpoint"]
+    assert json.loads((directory / "state.json").read_text()) == {"step": 2}
+    assert not psutil.Process().children()
+
+
+def damage_marker(directory):
+    (directory / "checkpoint.json").unlink()
+
+
+def damage_shard(directory):
+    (directory / "__0_0.distcp").unlink()
+
+
+def truncate_shard(directory):
+    path = directory / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_bit(directory):
+    path = directory / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate_marker(directory):
+    path = directory / "checkpoint.json"
+    path.write_text(path.read_text()[:-20])
+
+
+@pytest.mark.parametrize("damage", [damage_marker, truncate_marker, damage_shard, truncate_shard, flip_bit])
+def test_damaged_checkpoint_is_refused(trained, damage):  # Automodel#3261 verl#7952 KempnerForge#102
+    directory, wrapped, optimizer = trained
+    damage(directory)
+    with pytest.raises(IncompleteError):
+        load(directory, wrapped, optimizer)
+
+
+def test_save_that_died_is_no_checkpoint(trained, tmp_path):  # Automodel#3261
+    directory, wrapped, _ = trained
+    shutil.move(directory, tmp_path / "other.partial")
+    with pytest.raises(IncompleteError, match="no complete checkpoint"):
+        load(directory, wrapped)
+
+
+def test_other_shape_and_role_are_refused_with_both_values(trained, backend):
+    from dataclasses import replace
+
+    from megatron_t1.model.build import build_model
+
+    directory, _, _ = trained
+    other = build_model(tiny_config(architecture=replace(ARCHITECTURE, num_hidden_layers=2)), backend, "value")
+    with pytest.raises(MismatchError, match="num_hidden_layers: the checkpoint has 4, the model 2"):
+        load(directory, other)
+    with pytest.raises(MismatchError, match="role: the checkpoint has 'value', here it is 'policy'"):
+        load(directory, build_model(tiny_config(), backend, "policy"))
+    with pytest.raises(MismatchError, match="dtype: the checkpoint has 'float32', here it is 'bfloat16'"):
+        load(directory, build_model(tiny_config(dtype="bfloat16"), backend, "value"))
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_metadata_that_would_run_code_is_refused(tmp_path, protocol):
+    from megatron_t1.model.pickle_check import require_harmless_pickle
+
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps({"a": Hostile()}, protocol=protocol))
+    with pytest.raises(T1Error, match="print"):
+        require_harmless_pickle(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x8c\x02os\x8c\x06system\x8c\x05torch\x8c\x04Size00\x93.",  # names hidden below popped ones
+        b"\x80\x02\x82\x01.",  # an extension code
+        b"\x80\x02cbuiltins\ngetattr\n.",
+        b"not a pickle",
+    ],
+)
+def test_disguised_metadata_is_refused(tmp_path, data):
+    from megatron_t1.model.pickle_check import require_harmless_pickle
+
+    path = tmp_path / ".metadata"
+    path.write_bytes(data)
+    with pytest.raises(T1Error):
+        require_harmless_pickle(path)
+
+
+def test_losses_fall(tmp_path):
+    write_hf(tmp_path / "hf")
+    losses = losses_from_hf(str(tmp_path), {}, "policy", steps=4)
+    assert losses[-1] < losses[0] - 0.1

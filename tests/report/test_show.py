@@ -1,0 +1,126 @@
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_t1.config.compose import absolute, compose
+from megatron_t1.errors import IncompleteError
+from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult
+from megatron_t1.report.metrics import MetricsWriter
+from megatron_t1.report.plots import write_plots
+from megatron_t1.report.show import print_run, print_summary
+from megatron_t1.report.transcript import print_trajectories, print_transcript
+from megatron_t1.trajectory.record import Header, Origin, Trajectory, Verdict
+from megatron_t1.trajectory.store import RolloutStore
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two iterations, one of them warm-up, with two evaluations."""
+    config = absolute(compose([f"run.dir={tmp_path}", "loop.warmup_iterations=1", f"model.path={tmp_path / 'model'}"]))
+    paths = RunPaths.of(tmp_path)
+    results = [
+        PhaseResult("evaluation", 0, {"evaluation/checks_passed": 2.0, "evaluation/success_rate": 0.05}, {"total": 4.0}),
+        PhaseResult("rollout", 0, {"rollout/mean_reward": 0.5, "rollout/checks_passed": 2.0}, {"total": 20.0, "episodes": 15.0}),
+        PhaseResult("critic", 0, {"critic/explained_variance": -0.25}, {"total": 5.0}),
+        PhaseResult("rollout", 1, {"rollout/mean_reward": 0.75, "rollout/checks_passed": 3.0}, {"total": 20.0}),
+        PhaseResult("critic", 1, {"critic/explained_variance": 0.125}, {"total": 5.0}),
+        PhaseResult("actor", 1, {"actor/approx_kl": 0.002, "actor/clip_fraction": 0.031, "gap/abs_logprob_replay": 1e-6,
+                                 "gap/abs_logprob_no_replay": 2e-3}, {"total": 6.0}),
+        PhaseResult("export", 1, {}, {"total": 1.0}),
+        PhaseResult("evaluation", 2, {"evaluation/checks_passed": 2.5, "evaluation/success_rate": 0.1}, {"total": 4.0}),
+    ]  # fmt: skip
+    writer, manifest = MetricsWriter(paths), Manifest.new(config)
+    for result in results:
+        writer.append(result, seconds=result.timings_s["total"] + 1)
+        key = (result.iteration, result.phase)
+        manifest.finished.append(FinishedStep(*key, "0" * 64, "launch", {}, 1.0, 1, 1, 1, 0.0))
+    writer.close()
+    manifest.write(paths.manifest)
+    return tmp_path
+
+
+def shown(print_it, *arguments):
+    console = Console(file=io.StringIO(), width=200)
+    print_it(*arguments, console)
+    return console.file.getvalue()
+
+
+def test_tables_of_a_run(run):
+    text = shown(print_run, run)
+    row = next(line for line in text.splitlines() if line.strip(" │┃").startswith("1 "))
+    cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
+    assert cells == ["1", "0", "0.750", "3.00", "0.12", "2.0e-03", "3.1%", "1.0e-06", "2.0e-03", "32 s"]
+    assert "warm-up" in text
+    assert "2.500" in text and "10.0%" in text  # the second evaluation
+    assert "40.0 s" in text and "episodes 15.0 s" in text  # where the time went
+    assert "last finished: evaluation of iteration 2" in text
+
+
+def test_summary_says_where_to_look_next(run):
+    text = shown(print_summary, run)
+    for words in (f"t1 show {run}", f"t1 compare {run}", "tensorboard --logdir", f"{run}/plots"):
+        assert words in text
+
+
+def test_run_that_has_only_begun(tmp_path):
+    Manifest.new(compose([f"run.dir={tmp_path}"])).write(RunPaths.of(tmp_path).manifest)
+    assert "nothing is finished yet" in shown(print_run, tmp_path)
+    assert write_plots(tmp_path) == []
+
+
+def test_plots_of_what_was_measured(run):
+    written = write_plots(run)
+    assert {path.name for path in written} == {"reward.png", "checks.png", "success.png", "gap.png", "critic.png",
+                                               "policy.png", "time.png"}  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+@pytest.fixture
+def with_trajectory(run):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = {"make": 0, "file": 1, "touch": 2, "ok": 3, "<stop>": 4, "done": 5}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="ok"))
+    tokenizer.pre_tokenizer = Whitespace()
+    (run / "model").mkdir()
+    tokenizer.save(str(run / "model" / "tokenizer.json"))
+    origin = np.array([Origin.PROMPT, Origin.PROMPT, Origin.SAMPLED, Origin.SAMPLED, Origin.REPAIR, Origin.ENVIRONMENT,
+                       Origin.SAMPLED], np.uint8)  # fmt: skip
+    sampled = origin == Origin.SAMPLED
+    from megatron_t1.trajectory.contract import SamplingContract
+
+    contract = SamplingContract(1.0, 1.0, "raw", (4,), "0" * 64, "chatml_bash", "vllm", "float32", "float32", 0, 0, 0)
+    header = Header("task-1-0", "task-1", 0, 0, (0, 0), "submitted",
+                    Verdict(1, 2, 0, True, checks={"file exists": True, "file is empty": False}), {"total": 0.25},
+                    contract, counts={"turns": 2, "tokens": 7})  # fmt: skip
+    trajectory = Trajectory(
+        header, np.array([0, 1, 2, 1, 4, 3, 5], np.int32), origin, np.array([0, 0, 0, 0, 0, 0, 1], np.uint16),
+        np.where(sampled, -0.5, np.nan).astype(np.float32), None, np.zeros(7, bool),
+    )  # fmt: skip
+    RolloutStore(RunPaths.of(run).rollouts(0)).add(trajectory)
+    return run
+
+
+def test_transcript_decodes_and_tells_the_verdict(with_trajectory):
+    text = shown(print_transcript, with_trajectory, "task-1-0")
+    assert "make file" in text and "touch file" in text and "done" in text
+    assert "checks passed: 1/2 (when nothing is done: 0); reward: total 0.25" in text
+    assert "passed  file exists" in text and "failed  file is empty" in text
+    assert "7 tokens, 3 trained on, mean log-prob -0.500" in text
+
+
+def test_trajectories_are_listed(with_trajectory):
+    assert "rollouts/iter_0000/task-1-0" in shown(print_trajectories, with_trajectory)
+    text = shown(print_transcript, with_trajectory, "rollouts/iter_0000/task-1-0")
+    assert "task task-1" in text
+
+
+def test_unknown_trajectory_is_named(with_trajectory):
+    with pytest.raises(IncompleteError, match="no trajectory absent"):
+        shown(print_transcript, with_trajectory, "absent")

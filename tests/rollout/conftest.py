@@ -1,0 +1,152 @@
+"""Fakes at the two outer seams: what the engine answers (raw bytes of its protocol) and what a sandbox says."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+
+from megatron_t1.config.schema import ModelConfig
+from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
+from megatron_t1.environment.task import Task, TaskContent
+from megatron_t1.model.initial import create_initial_model
+from megatron_t1.rollout.engine.completion import Completion, RouteShape
+from megatron_t1.trajectory.contract import SamplingContract
+
+SHAPE = RouteShape(num_moe_layers=3, top_k=2, num_experts=8)
+CORPUS = [
+    f"{verb} the file {name}.{end} in {place} with {word}"
+    for verb in ("create", "copy", "rename")
+    for name in ("alpha", "beta", "gamma", "notes")
+    for end in ("txt", "md")
+    for place in ("docs", "src")
+    for word in ("red", "blue", "green")
+] + ["echo red > docs/alpha.txt", "cat notes.md", "ok", "error 1", "done"] * 3
+
+
+def routes_for(rows: int, shape: RouteShape = SHAPE, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    picked = random.random((rows, shape.num_moe_layers, shape.num_experts)).argsort(axis=2)[:, :, : shape.top_k]
+    return picked.astype(shape.dtype)
+
+
+def answer(ids, *, logprobs=None, reason="stop", routes=None, **changes) -> bytes:
+    """Body of an answer of /inference/v1/generate."""
+    ids = [int(token) for token in ids]
+    logprobs = [-0.5 - 0.01 * position for position in range(len(ids))] if logprobs is None else logprobs
+    encoded = None
+    if routes is not None:
+        buffer = io.BytesIO()
+        np.save(buffer, routes)
+        encoded = base64.b64encode(buffer.getvalue()).decode()
+    choice = {
+        "index": 0,
+        "finish_reason": reason,
+        "token_ids": ids,
+        "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(ids, logprobs, strict=True)]},
+        "routed_experts": encoded,
+        **changes,
+    }
+    return json.dumps({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}).encode()
+
+
+def completion(ids, prompt_length: int, *, routes_from=None, routes=None, reason="stop", logprobs=None) -> Completion:
+    if routes_from is not None and routes is None:
+        routes = routes_for(prompt_length + len(ids) - 1 - routes_from, seed=prompt_length)
+    return Completion.from_response(
+        answer(ids, routes=routes, reason=reason, logprobs=logprobs),
+        prompt_length=prompt_length,
+        max_tokens=len(ids),
+        routes_from=routes_from,
+        route_shape=SHAPE if routes_from is not None else None,
+        where="test",
+    )
+
+
+def contract(**changes) -> SamplingContract:
+    values = dict(
+        temperature=1.0,
+        top_p=1.0,
+        logprobs_mode="processed",
+        stop_ids=(2,),
+        tokenizer_sha256="0" * 64,
+        chat_format="chatml_bash",
+        engine="test 0",
+        engine_dtype="float32",
+        model_dtype="float32",
+        num_experts=8,
+        top_k=2,
+        num_moe_layers=3,
+    )
+    return SamplingContract(**{**values, **changes})
+
+
+class FakeSampler:
+    """Answers with prepared turns (lists of ids, or exceptions) in the engine's own protocol."""
+
+    def __init__(self, turns, routes: bool = False):
+        self.turns, self.routes = list(turns), routes
+        self.contract, self.cached_tokens, self.rooms = contract(), 0, []
+
+    async def next_turn(self, stream, max_tokens):
+        self.rooms.append(max_tokens)
+        turn = self.turns.pop(0)
+        if isinstance(turn, BaseException):
+            raise turn
+        if callable(turn):
+            turn = await turn()
+        ids = list(turn)[:max_tokens]
+        made = completion(
+            ids,
+            len(stream),
+            routes_from=stream.routes_from if self.routes else None,
+            reason="stop" if len(ids) == len(turn) else "length",
+        )
+        stream.append_sampled(made)
+        return made.ids
+
+
+class FakeSandbox:
+    """Remembers commands; `results` maps a command to a result or an exception."""
+
+    def __init__(self, results=None, lost_starts: int = 0):
+        self.results, self.lost_starts = results or {}, lost_starts
+        self.commands, self.starts, self.stops = [], 0, 0
+
+    async def start(self, task):
+        self.starts += 1
+        if self.starts <= self.lost_starts:
+            raise SandboxLost("the sandbox is gone")
+
+    async def run(self, command, timeout_s):
+        self.commands.append(command)
+        result = self.results.get(command, CommandResult(0, ""))
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def stop(self):
+        self.stops += 1
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A start model with weights large enough that routes and log-probs vary."""
+    config = ModelConfig()
+    config.architecture.initializer_range = 0.08
+    return create_initial_model(tmp_path_factory.mktemp("models") / "tiny", config, 0, CORPUS)
+
+
+@pytest.fixture(scope="session")
+def chat(tiny_model):
+    from megatron_t1.rollout.formats import load_format
+
+    return load_format("chatml_bash", tiny_model)
+
+
+@pytest.fixture
+def task():
+    return Task(name="demo", instruction="create the file alpha.txt", content=TaskContent(), baseline=1)

@@ -1,0 +1,172 @@
+"""The store: every trajectory exactly once at every moment, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.trajectory import record, tensorfile
+from megatron_t1.trajectory.store import SHARD_SUFFIX, RolloutStore
+
+
+def filled(make, directory, count=7):
+    store = RolloutStore(directory)
+    made = [make(f"task-{number}", seed=number) for number in range(count)]
+    for trajectory in made:
+        store.add(trajectory)
+    return store, {trajectory.header.trajectory_id: trajectory.digest for trajectory in made}
+
+
+def digests(store):
+    return {trajectory.header.trajectory_id: trajectory.digest for trajectory in store}
+
+
+def test_an_empty_store_has_nothing(tmp_path):
+    store = RolloutStore(tmp_path / "none")
+    assert store.ids() == [] and list(store) == [] and store.headers() == {} and "a" not in store
+    store.seal()
+    with pytest.raises(IncompleteError, match="no trajectory 'a'"):
+        store.load("a")
+
+
+def test_sealing_changes_files_but_not_content(make, tmp_path):
+    store, expected = filled(make, tmp_path)
+    before = [trajectory.header for trajectory in store]
+    store.seal(shard_size=3)
+    names = sorted(os.listdir(tmp_path))
+    assert len(names) == 3 and all(name.endswith(SHARD_SUFFIX) for name in names)
+    for reader in (store, RolloutStore(tmp_path)):
+        assert digests(reader) == expected and [t.header for t in reader] == before
+        assert list(reader.headers()) == reader.ids() == sorted(expected)
+        assert reader.load("task-3", verify=True).digest == expected["task-3"] and "task-3" in reader
+    store.seal()
+    assert sorted(os.listdir(tmp_path)) == names
+
+
+def test_add_many_writes_shards_at_once(make, tmp_path):
+    store = RolloutStore(tmp_path)
+    made = [make(f"demo-{number}", seed=number, routes=False) for number in range(5)]
+    store.add_many(made, shard_size=2)
+    assert len(os.listdir(tmp_path)) == 3
+    assert digests(RolloutStore(tmp_path)) == {t.header.trajectory_id: t.digest for t in made}
+    store.add_many(made, shard_size=2)  # repeated after a kill
+    assert len(os.listdir(tmp_path)) == 3
+    with pytest.raises(T1Error, match="'demo-9'"):
+        store.add_many([make("demo-9"), make("demo-9", seed=1)])
+    with pytest.raises(T1Error, match="'demo-1'"):
+        store.add_many([make("demo-1", seed=77)])
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_id_is_taken_once(make, tmp_path, sealed):
+    store, _ = filled(make, tmp_path, 2)
+    if sealed:
+        store.seal()
+    names = sorted(os.listdir(tmp_path))
+    store.add(make("task-1", seed=1))
+    with pytest.raises(T1Error, match="already"):
+        store.add(make("task-1", seed=5))
+    assert len(store) == 2 and sorted(os.listdir(tmp_path)) == names
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "../x", "a/b", "/etc/x", ".hidden", "a\x00b", "a b", "x" * 201, "a.shard", "a.partial", "-x"]
+)
+def test_no_id_leaves_the_directory(make, tmp_path, bad):
+    store = RolloutStore(tmp_path / "in")
+    with pytest.raises(T1Error, match="trajectory id"):
+        store.add(make("task-0", trajectory_id=bad))
+    with pytest.raises(T1Error, match="trajectory id"):
+        store.load(bad)
+    assert not (tmp_path / "in").exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("after", range(14))
+def test_a_seal_killed_after_any_step_loses_and_repeats_nothing(make, tmp_path, monkeypatch, after):
+    store, expected = filled(make, tmp_path, 5)
+    steps = 0
+
+    def step(real):
+        def counted(*arguments, **options):
+            nonlocal steps
+            if steps == after:
+                raise Killed
+            steps += 1
+            result = real(*arguments, **options)
+            observed = RolloutStore(tmp_path)
+            assert digests(observed) == expected and list(observed.headers()) == sorted(expected)
+            return result
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "unlink", step(type(tmp_path).unlink))
+        patch.setattr(tensorfile, "write", step(tensorfile.write))
+        try:
+            store.seal(shard_size=2)
+        except Killed:
+            pass
+    again = RolloutStore(tmp_path)
+    assert digests(again) == expected
+    again.seal(shard_size=2)
+    assert digests(RolloutStore(tmp_path)) == expected and not again._list_singles()
+
+
+def test_a_reader_that_listed_before_the_seal_still_finds_everything(make, tmp_path, monkeypatch):
+    store, expected = filled(make, tmp_path, 3)
+    reader = RolloutStore(tmp_path)
+    ids = reader.ids()
+    store.seal()
+    assert {name: reader.load(name).digest for name in ids} == expected
+    stale = RolloutStore(tmp_path)
+    monkeypatch.setattr(stale, "_list_singles", lambda: sorted(expected))
+    assert list(stale.headers()) == sorted(expected)
+
+
+def test_a_damaged_record_is_named_and_nothing_is_removed(make, tmp_path):
+    store, _ = filled(make, tmp_path, 3)
+    (tmp_path / "task-1.safetensors").write_bytes(b"short")
+    with pytest.raises(IncompleteError) as error:
+        store.seal()
+    assert "task-1" in error.value.where and len(os.listdir(tmp_path)) == 3
+
+
+def test_a_renamed_file_is_noticed(make, tmp_path):
+    store, _ = filled(make, tmp_path, 2)
+    os.rename(tmp_path / "task-0.safetensors", tmp_path / "other-0.safetensors")
+    with pytest.raises(IncompleteError, match="holds trajectory 'task-0'"):
+        store.load("other-0")
+
+
+def test_written_files_carry_the_digests_of_their_content(make, tmp_path):
+    from megatron_t1 import atomic
+
+    store, _ = filled(make, tmp_path / "rollouts" / "iter_0000", 5)
+    store.seal(shard_size=2)
+    store.add(make("late-0"))
+    for lister in (store, RolloutStore(store.directory)):
+        files = lister.written_files(tmp_path)
+        assert len(files) == 4
+        for file in files:
+            assert file.sha256 == atomic.sha256_file(tmp_path / file.path)
+            assert file.size == (tmp_path / file.path).stat().st_size
+
+
+def test_thousands_of_small_records_hold_no_file_descriptors(make, tmp_path):
+    store, _ = filled(make, tmp_path, 60)
+    before = len(os.listdir("/proc/self/fd"))
+    kept = list(store)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 and len(kept) == 60
+
+
+def test_partial_files_are_invisible(make, tmp_path):
+    store, expected = filled(make, tmp_path, 1)
+    (tmp_path / "task-5.safetensors.77.partial").write_bytes(b"half")
+    assert store.ids() == sorted(expected)
+    assert record.load_header(tmp_path / "task-0.safetensors") == store.headers()["task-0"]
