@@ -25,7 +25,9 @@ from megatron_t1.loop.processes import marked, send
 LAUNCH_MARK = "T1_LAUNCH"  # environment variable that every process of one launch inherits
 MAIN_LOG = "main.log"
 TAIL_LINES = 15
-QUIET = "ignore::FutureWarning,ignore::DeprecationWarning"  # of libraries, about each other; PYTHONWARNINGS overrides it
+QUIET = (
+    "ignore::FutureWarning,ignore::DeprecationWarning"  # of libraries, about each other; PYTHONWARNINGS overrides it
+)
 OWN_ERROR = re.compile(r"^error(?: on rank \d+)?: ", re.MULTILINE)
 ERROR_START = re.compile(r"^(?:error(?: on rank \d+)?:|Traceback)", re.MULTILINE)
 

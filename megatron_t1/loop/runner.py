@@ -83,7 +83,7 @@ class Runner:
         require_space(self.config, self.manifest, step)
         launch, attempt = self._prepare(step)
         command = self.command(self.config, step)
-        logs = self.paths.phase(step.iteration, pending[-1]) / "logs" / f"attempt_{attempt}"
+        logs = self.paths.phase(step.iteration, pending[0]) / "logs" / f"attempt_{attempt}"
         result = self.launcher.launch(command, logs, echo=lambda line: self.say(f"    {line}"))
         require_success(result, command)
         results = [self._checked(key) for key in step.keys]

@@ -110,8 +110,7 @@ class Gated:
 
 @dataclass(frozen=True)
 class GroupedQkv:
-    """q [A*D, H], k [G*D, H], v [G*D, H] as [q heads of group 0 | k 0 | v 0 | q heads of group 1 | ...], cut by group.
-    """
+    """q [A*D, H], k [G*D, H], v [G*D, H] as [q heads of group 0 | k 0 | v 0 | q heads of group 1 ...], cut by group."""
 
     heads: int
     groups: int

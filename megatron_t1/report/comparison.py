@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_t1.errors import IncompleteError
+from megatron_t1.report.show import make_console, make_table
 from megatron_t1.report.statistics import compare_evaluations, read_evaluation
 
 
@@ -30,11 +30,11 @@ def evaluations_of(path: str | Path) -> list[Path]:
 
 def print_comparison(a: Path, b: Path, *, samples: int = 10_000, seed: int = 0, console: Console | None = None) -> None:
     """B minus A for checks passed, share of checks and solved tasks."""
-    console = console or Console()
+    console = console or make_console()
     results = compare_evaluations(read_evaluation(a), read_evaluation(b), samples=samples, seed=seed)
     console.print(f"A: {a}\nB: {b}", highlight=False, soft_wrap=True)
     tasks = next(iter(results.values())).tasks
-    table = Table(title=f"paired bootstrap over {tasks} tasks and their attempts", title_justify="left")
+    table = make_table(f"paired bootstrap over {tasks} tasks and their attempts")
     for title in ("", "A", "B", "B - A", "95% interval", ""):
         table.add_column(title, justify="right" if title else "left")
     for name, result in results.items():

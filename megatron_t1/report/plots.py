@@ -23,8 +23,8 @@ PLOTS: dict[str, tuple[str, str, list[tuple[str, str, tuple[str, ...]]]]] = {
         ("held out", "evaluation", ("evaluation/success_rate",)),
     ]),
     "gap": ("sampler/trainer gap", "mean |log p difference|", [
-        ("with replay", "actor", ("gap/abs_logprob_replay",)),
-        ("without replay", "actor", ("gap/abs_logprob_no_replay",)),
+        ("with replay", "actor", ("gap/logprob_gap_replay",)),
+        ("without replay", "actor", ("gap/logprob_gap_no_replay",)),
     ]),
     "critic": ("critic before its update", "explained variance", [
         ("explained variance", "critic", ("critic/explained_variance",)),

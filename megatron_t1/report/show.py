@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,26 +15,50 @@ from megatron_t1.errors import IncompleteError
 from megatron_t1.paths import RunPaths
 from megatron_t1.report.metrics import read_metrics, series
 
-# column title -> (phase, metric names, format); the first name that was measured counts
-COLUMNS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+# column title, phase, metric names (the first that was measured counts), format
+Columns = tuple[tuple[str, str, tuple[str, ...], str], ...]
+ROLLOUT_COLUMNS: Columns = (
     ("reward", "rollout", ("rollout/mean_reward",), "{:.3f}"),
     ("checks", "rollout", ("rollout/checks_passed",), "{:.2f}"),
     ("solved", "rollout", ("rollout/success_rate",), "{:.1%}"),
     ("turns", "rollout", ("rollout/turns",), "{:.1f}"),
+    ("tokens", "rollout", ("rollout/tokens",), "{:.0f}"),
     ("new tok/s", "rollout", ("rollout/sampled_tokens_per_s", "rollout/tokens_per_s"), "{:.0f}"),
+)
+UPDATE_COLUMNS: Columns = (
     ("EV", "critic", ("critic/explained_variance",), "{:.2f}"),
     ("KL", "actor", ("actor/approx_kl", "actor/kl"), "{:.1e}"),
-    ("clipped", "actor", ("actor/clip_fraction", "actor/clipped"), "{:.1%}"),
-    ("entropy", "actor", ("actor/entropy", "actor/entropy_before"), "{:.3f}"),
-    ("gap", "actor", ("gap/abs_logprob_replay",), "{:.1e}"),
-    ("gap, no replay", "actor", ("gap/abs_logprob_no_replay",), "{:.1e}"),
-    ("choices differ", "actor", ("gap/differing_choices",), "{:.1%}"),
+    ("clipped", "actor", ("actor/clip_fraction",), "{:.1%}"),
+    ("entropy", "actor", ("actor/entropy", "actor/entropy_before"), "{:.2f}"),
+    ("gap", "actor", ("gap/logprob_gap_replay",), "{:.1e}"),
+    ("no replay", "actor", ("gap/logprob_gap_no_replay",), "{:.1e}"),
+    ("routes differ", "actor", ("gap/route_difference",), "{:.1%}"),
 )
-CONFIG_LINE = (
-    "model.name", "layout.processes", "layout.expert", "reward._target_", "reward.scale", "rollout.tasks_per_iteration",
-    "rollout.samples_per_task", "train.actor.lr", "train.critic.lr", "train.gae.lambda_actor", "train.replay.actor",
-    "train.replay.critic", "run.seed",
-)  # fmt: skip
+CONFIG_LINE = {
+    "model": "model.name",
+    "processes": "layout.processes",
+    "experts over": "layout.expert",
+    "reward": "reward._target_",
+    "scale": "reward.scale",
+    "tasks": "rollout.tasks_per_iteration",
+    "samples": "rollout.samples_per_task",
+    "actor lr": "train.actor.lr",
+    "critic lr": "train.critic.lr",
+    "lambda": "train.gae.lambda_actor",
+    "replay": "train.replay.actor",
+    "critic replay": "train.replay.critic",
+    "seed": "run.seed",
+}
+WIDTH = 110  # of what goes to a file or a pipe
+
+
+def make_console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def make_table(title: str | None = None) -> Table:
+    return Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def print_run(run_dir: str | Path, console: Console | None = None) -> None:
@@ -42,24 +67,23 @@ def print_run(run_dir: str | Path, console: Console | None = None) -> None:
     Raises:
         IncompleteError: the directory holds no run.
     """
-    console = console or Console()
+    console = console or make_console()
     manifest = read_manifest(run_dir)
     lines = read_metrics(run_dir)
     config = manifest["config"]
     console.print(f"[bold]{RunPaths.of(run_dir).root}[/bold]", highlight=False)
-    console.print(
-        "  ".join(f"{key.rpartition('.')[2] if key != 'model.name' else 'model'}={_short(config.get(key))}"
-                  for key in CONFIG_LINE),
-        style="dim", highlight=False,
-    )  # fmt: skip
+    facts = [f"{label} {_short(config.get(key))}" for label, key in CONFIG_LINE.items()]
+    console.print(", ".join(facts), style="dim", highlight=False)
     if not lines:
         console.print("nothing is finished yet")
         return
-    console.print(iteration_table(lines, int(config.get("loop.warmup_iterations", 0))))
-    evaluations = evaluation_table(lines, int(config.get("loop.warmup_iterations", 0)))
+    warmup = int(config.get("loop.warmup_iterations", 0))
+    console.print(iteration_table(lines, warmup, ROLLOUT_COLUMNS, "rollouts", with_time=True))
+    console.print(iteration_table(lines, warmup, UPDATE_COLUMNS, "updates (gap: mean |log p trainer - log p sampler|)"))
+    evaluations = evaluation_table(lines, warmup)
     if evaluations is not None:
         console.print(evaluations)
-    console.print(time_table(lines))
+    console.print(time_table(lines, manifest["finished"]))
     last = manifest["finished"][-1] if manifest["finished"] else None
     if last:
         console.print(f"last finished: {last['phase']} of iteration {last['iteration']}", highlight=False)
@@ -67,7 +91,7 @@ def print_run(run_dir: str | Path, console: Console | None = None) -> None:
 
 def print_summary(run_dir: str | Path, console: Console | None = None) -> None:
     """The small table at the end of `t1 run`, and where to look next."""
-    console = console or Console()
+    console = console or make_console()
     print_run(run_dir, console)
     root = RunPaths.of(run_dir).root
     console.print("\nnext:", highlight=False)
@@ -92,19 +116,23 @@ def read_manifest(run_dir: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def iteration_table(lines: list[dict[str, Any]], warmup: int) -> Table:
+def iteration_table(
+    lines: list[dict[str, Any]], warmup: int, wanted: Columns, title: str, *, with_time: bool = False
+) -> Table:
     """One row for each iteration; columns that nothing measured are left out."""
     iterations = sorted({line["iteration"] for line in lines if line["phase"] != "evaluation"})
-    seconds = _launch_seconds(lines)
-    columns = [(title, series(lines, phase, *names), form) for title, phase, names, form in COLUMNS]
+    columns = [(name, series(lines, phase, *names), form) for name, phase, names, form in wanted]
     columns = [column for column in columns if column[1]]
-    table = Table(title="iterations", title_justify="left", header_style="bold")
-    for title in ("iteration", "policy", *(title for title, _, _ in columns), "time"):
-        table.add_column(title, justify="right")
+    seconds: dict[int, float] = defaultdict(float)
+    for line in lines:
+        seconds[line["iteration"]] += own_seconds(line) if line["phase"] != "evaluation" else 0.0
+    table = make_table(title)
+    for name in ("it", "policy", *(name for name, _, _ in columns), *(["time"] if with_time else [])):
+        table.add_column(name, justify="right")
     for iteration in iterations:
         cells = [form.format(values[iteration]) if iteration in values else "" for _, values, form in columns]
         policy = "warm-up" if iteration < warmup else str(iteration - warmup)
-        table.add_row(str(iteration), policy, *cells, f"{seconds[iteration]:.0f} s")
+        table.add_row(str(iteration), policy, *cells, *([f"{seconds[iteration]:.0f} s"] if with_time else []))
     return table
 
 
@@ -113,7 +141,7 @@ def evaluation_table(lines: list[dict[str, Any]], warmup: int) -> Table | None:
     rows = [line for line in lines if line["phase"] == "evaluation"]
     if not rows:
         return None
-    table = Table(title="evaluations on held-out tasks", title_justify="left", header_style="bold")
+    table = make_table("evaluations on held-out tasks")
     for title in ("policy", "checks passed", "share", "solved", "reward", "turns", "episodes"):
         table.add_column(title, justify="right")
     names = ("checks_passed", "checks_fraction", "success_rate", "mean_reward", "turns", "episodes")
@@ -125,8 +153,8 @@ def evaluation_table(lines: list[dict[str, Any]], warmup: int) -> Table | None:
     return table
 
 
-def time_table(lines: list[dict[str, Any]]) -> Table:
-    """Where the time went: per phase, its share, and its longest parts."""
+def time_table(lines: list[dict[str, Any]], finished: list[dict[str, Any]]) -> Table:
+    """Where the time went: per phase, its share, and its longest parts; and what starting and ending phases cost."""
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     parts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -137,8 +165,10 @@ def time_table(lines: list[dict[str, Any]]) -> Table:
         for name, value in line["timings_s"].items():
             if value is not None and name != "total":
                 parts[line["phase"]][name] += value
-    everything = sum(total.values()) or 1.0
-    table = Table(title="where the time went", title_justify="left", header_style="bold")
+    launches = {step["launch"]: float(step["seconds"]) for step in finished}
+    between = max(0.0, sum(launches.values()) - sum(total.values()))
+    everything = sum(total.values()) + between or 1.0
+    table = make_table("where the time went")
     for title, justify in (
         ("phase", "left"),
         ("times", "right"),
@@ -148,9 +178,11 @@ def time_table(lines: list[dict[str, Any]]) -> Table:
     ):
         table.add_column(title, justify=justify)
     for phase, seconds in sorted(total.items(), key=lambda item: -item[1]):
-        longest = sorted(parts[phase].items(), key=lambda item: -item[1])[:4]
+        longest = sorted(parts[phase].items(), key=lambda item: -item[1])[:3]
         detail = ", ".join(f"{name} {value:.1f} s" for name, value in longest)
         table.add_row(phase, str(count[phase]), f"{seconds:.1f} s", f"{seconds / everything:.0%}", detail)
+    detail = "interpreters, launchers, imports"
+    table.add_row("start and end", str(len(launches)), f"{between:.1f} s", f"{between / everything:.0%}", detail)
     return table
 
 
@@ -158,14 +190,6 @@ def own_seconds(line: dict[str, Any]) -> float:
     """A phase's own time where it measured it; phases that share a launch share its wall time."""
     own = line["timings_s"].get("total")
     return float(line["seconds"] if own is None else min(own, line["seconds"]) or line["seconds"])
-
-
-def _launch_seconds(lines: list[dict[str, Any]]) -> dict[int, float]:
-    seconds: dict[int, float] = defaultdict(float)
-    for line in lines:
-        if line["phase"] != "evaluation":
-            seconds[line["iteration"]] += own_seconds(line)
-    return seconds
 
 
 def _short(value: Any) -> str:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from megatron_t1.errors import IncompleteError
 from megatron_t1.paths import RunPaths
-from megatron_t1.report.show import read_manifest
+from megatron_t1.report.show import make_console, make_table, read_manifest
 from megatron_t1.trajectory.record import Origin, Trajectory
 from megatron_t1.trajectory.store import RolloutStore
 
@@ -24,6 +23,9 @@ STYLES = {
     Origin.ENVIRONMENT: "blue",
     Origin.REPAIR: "magenta reverse",
 }
+
+# Control characters that a sandbox printed are shown, not obeyed by the reader's terminal.
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
 def stores(run_dir: str | Path) -> Iterator[tuple[str, RolloutStore]]:
@@ -53,8 +55,8 @@ def find_trajectory(run_dir: str | Path, trajectory_id: str) -> tuple[str, Traje
 
 def print_trajectories(run_dir: str | Path, console: Console | None = None) -> None:
     """One line for each trajectory of the run."""
-    console = console or Console()
-    table = Table(header_style="bold")
+    console = console or make_console()
+    table = make_table()
     for title in ("trajectory", "checks", "reward", "tokens", "turns", "ended"):
         table.add_column(title, justify="right" if title in ("checks", "reward", "tokens", "turns") else "left",
                          overflow="fold")  # fmt: skip
@@ -70,7 +72,7 @@ def print_trajectories(run_dir: str | Path, console: Console | None = None) -> N
 
 def print_transcript(run_dir: str | Path, trajectory_id: str, console: Console | None = None) -> None:
     """The trajectory's text with its origins in colour, and each check's outcome."""
-    console = console or Console()
+    console = console or make_console()
     config = read_manifest(run_dir)["config"]
     place, trajectory = find_trajectory(run_dir, trajectory_id)
     header = trajectory.header
@@ -103,7 +105,7 @@ def _decoder(model_dir: Path):
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for any unreadable file
         raise IncompleteError(f"the tokenizer can't be read: {error}", where=str(path)) from error
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False).translate(VISIBLE)
 
 
 def _print_numbers(trajectory: Trajectory, console: Console) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_t1 import atomic
 from megatron_t1.config.schema import Config
+from megatron_t1.environment.sandbox.interface import Sandbox
 from megatron_t1.environment.verifier import verify
 from megatron_t1.errors import T1Error
 from megatron_t1.paths import Counters, RunPaths
@@ -22,6 +24,7 @@ from megatron_t1.rollout.agent import Attempt, run_episode
 from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.engine.command import installed_build
 from megatron_t1.rollout.engine.server import VllmServer
+from megatron_t1.rollout.formats import ChatFormat
 from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, rollout_plan
 from megatron_t1.rollout.policy import Policy, engine_dtype
 from megatron_t1.rollout.pool import make_reward, run_pool, sandboxes
@@ -30,7 +33,7 @@ from megatron_t1.rollout.samplers import EngineSampler
 from megatron_t1.rollout.schedule import share, turn_seed
 from megatron_t1.rollout.signals import run_until_signal
 from megatron_t1.rollout.summary import evaluation_summary, rollout_metrics
-from megatron_t1.trajectory.record import Trajectory
+from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.store import RolloutStore
 
 PHASES = ("evaluation", "rollout")  # in the order in which one engine serves them
@@ -75,11 +78,8 @@ def run_phases(
 class _Engine:
     """The engine of these phases, started when the first episode needs it."""
 
-    def __init__(self, config: Config, policy: Policy, iteration: int, worker: int, stack: contextlib.AsyncExitStack):
-        self.config, self.policy, self.stack = config, policy, stack
-        self.log_path = RunPaths.of(config.run.dir).phase(iteration, "rollout") / f"engine.{worker}.log"
-        self.seed = config.run.seed * 1_000_003 + iteration * 1009 + worker
-        self.start_s = 0.0
+    def __init__(self, config: Config, policy: Policy, log_path: Path, seed: int, stack: contextlib.AsyncExitStack):
+        self.config, self.policy, self.log_path, self.seed, self.stack = config, policy, log_path, seed, stack
         self._client: EngineClient | None = None
 
     async def client(self) -> EngineClient:
@@ -99,7 +99,6 @@ class _Engine:
                 seed=self.seed % 2**31,
             )
             await self.stack.enter_async_context(server)
-            self.start_s = server.start_s
             client = EngineClient(
                 server.url,
                 route_shape=shape,
@@ -111,14 +110,14 @@ class _Engine:
         return self._client
 
 
-async def _run(
-    config: Config, iteration: int, phases: list[str], worker: int, workers: int
-) -> dict[str, PhaseResult]:
+async def _run(config: Config, iteration: int, phases: list[str], worker: int, workers: int) -> dict[str, PhaseResult]:
     counters = Counters(iteration, config.loop.warmup_iterations)
     policy = Policy.of(config, counters.policy)
     results = {}
     async with contextlib.AsyncExitStack() as stack:
-        engine = _Engine(config, policy, iteration, worker, stack)
+        log_path = RunPaths.of(config.run.dir).phase(iteration, phases[0]) / f"engine.{worker}.log"
+        seed = config.run.seed * 1_000_003 + iteration * 1009 + worker
+        engine = _Engine(config, policy, log_path, seed, stack)
         for phase in phases:
             make_plan = evaluation_plan if phase == "evaluation" else rollout_plan
             plan = make_plan(config, policy, iteration)
@@ -138,38 +137,15 @@ async def _run_plan(
     pending = [attempt for attempt in mine if attempt.trajectory_id not in done]
     if done:
         print(f"{plan.label}: {len(mine) - len(pending)} of {len(mine)} episodes are there already", flush=True)
-    timings = {}
+    timings: dict[str, float] = {}
     progress = RolloutProgress(plan.label, len(mine), done=len(mine) - len(pending))
     if pending:
-        client = await engine.client()
-        timings["engine_start"] = engine.start_s
-        reward = make_reward(config)
-        shape = policy.route_shape if plan.routes else None
-        saving = asyncio.Lock()
-
-        with sandboxes(config.env) as make_sandbox, progress:
-
-            async def play(attempt: Attempt, sandbox: Any) -> None:
-                name = attempt.trajectory_id
-                seed = (lambda turn: turn_seed(config.run.seed, f"{plan.label}/{name}", turn)) if (
-                    config.rollout.seeded
-                ) else None
-                trajectory = await run_episode(
-                    attempt,
-                    sandbox,
-                    lambda: EngineSampler(client, contract, name=name, seed=seed),
-                    chat,
-                    plan.limits,
-                    route_shape=shape,
-                    verify=verify,
-                    reward=reward,
-                )
-                await _save(store, trajectory, saving)
-                progress.add(trajectory)
-
-            workers_here = min(config.rollout.concurrency, len(pending))
-            await run_pool(pending, play, workers=workers_here, make_sandbox=make_sandbox)
-            timings["episodes"] = progress.seconds
+        with _timed(timings, "engine_start"):  # next to nothing where the phase before has started it
+            client = await engine.client()
+        play = _player(config, policy, plan, chat, contract, client, store, progress)
+        count = min(config.rollout.concurrency, len(pending))
+        with _timed(timings, "episodes"), sandboxes(config.env) as make_sandbox, progress:
+            await run_pool(pending, play, workers=count, make_sandbox=make_sandbox)
     if worker != 0:
         return PhaseResult(plan.phase, iteration, timings_s=timings)
     await _wait_for_others(store, plan, config.cluster.phase_timeout_s)
@@ -196,9 +172,41 @@ async def _run_plan(
     )
 
 
-async def _save(store: RolloutStore, trajectory: Trajectory, lock: asyncio.Lock) -> None:
-    async with lock:
-        await asyncio.to_thread(store.add, trajectory)
+def _player(
+    config: Config,
+    policy: Policy,
+    plan: Plan,
+    chat: ChatFormat,
+    contract: SamplingContract,
+    client: EngineClient,
+    store: RolloutStore,
+    progress: RolloutProgress,
+) -> Callable[[Attempt, Sandbox], Awaitable[None]]:
+    """What plays one attempt, stores its record and counts it."""
+    reward = make_reward(config)
+    saving = asyncio.Lock()
+
+    async def play(attempt: Attempt, sandbox: Sandbox) -> None:
+        name = attempt.trajectory_id
+
+        def seed(turn: int) -> int:
+            return turn_seed(config.run.seed, f"{plan.label}/{name}", turn)
+
+        trajectory = await run_episode(
+            attempt,
+            sandbox,
+            lambda: EngineSampler(client, contract, name=name, seed=seed if config.rollout.seeded else None),
+            chat,
+            plan.limits,
+            route_shape=policy.route_shape if plan.routes else None,
+            verify=verify,
+            reward=reward,
+        )
+        async with saving:
+            await asyncio.to_thread(store.add, trajectory)
+        progress.add(trajectory)
+
+    return play
 
 
 async def _wait_for_others(store: RolloutStore, plan: Plan, timeout_s: float) -> None:

@@ -55,9 +55,7 @@ class Policy:
     def chat_format(self, config: Config) -> ChatFormat:
         return load_format(config.model.chat_format, self.model_dir)
 
-    def contract(
-        self, config: Config, chat: ChatFormat, build: EngineBuild, *, temperature: float
-    ) -> SamplingContract:
+    def contract(self, config: Config, chat: ChatFormat, build: EngineBuild, *, temperature: float) -> SamplingContract:
         """What the rollout's log-probabilities mean, as training checks it."""
         shape = self.route_shape or RouteShape(0, 0, 0)
         return SamplingContract(

@@ -300,6 +300,7 @@ class Engine:
             vocab_start=first_id,
             tp_group=group if parallel_state.get_tensor_model_parallel_world_size() > 1 else None,
             chunk=self.config.train.logprob_chunk,
+            reduce_hidden_grad=False,  # loss_hidden does it
         )
         return {"logprobs": logprobs, "entropy": entropies}
 

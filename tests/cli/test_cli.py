@@ -111,5 +111,7 @@ def test_configuration_needs_no_heavy_import():
         "import sys; from megatron_t1.cli import main; main(['run', '--cfg', 'job']);"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'matplotlib', 'tensorboard', 'transformers')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
     assert done.returncode == 0

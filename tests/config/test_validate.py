@@ -5,7 +5,9 @@ from megatron_t1.config.validate import check, missing_inputs, validate
 from megatron_t1.errors import ConfigError
 from megatron_t1.resources import resource_dir
 
-LAYOUTS_122B = [name for name in group_names([resource_dir("conf")])["layout"] if name.startswith("gpus") and "_" not in name]
+LAYOUTS_122B = [
+    name for name in group_names([resource_dir("conf")])["layout"] if name.startswith("gpus") and "_" not in name
+]
 
 
 def with_values(**values):

@@ -116,7 +116,7 @@ def test_write_and_load_agree(tmp_path):
         solution={"solve.sh": (b"true\n", 0o755)},
     )
     task = Task(
-        "t", 'say "hi"', content=content, env={"A": 'x "y" z'}, baseline=2, workdir="/work",
+        "t", 'say "hi"', content=content, env={"A": 'x "y" z'}, baseline=2, workdir="/job",
         agent_timeout_s=5.0, verifier_timeout_s=6.0,
         metadata={"difficulty": "easy", "n": 3, "list": ["a", "b"], "ok": True},
     )  # fmt: skip
@@ -127,7 +127,7 @@ def test_write_and_load_agree(tmp_path):
     assert loaded.metadata == {**task.metadata, "baseline": 2}
     assert (loaded.test_files(), loaded.solution_files()) == (content.tests, content.solution)
     made = {step.path for step in loaded.image.steps if isinstance(step, MakeDirectory)}
-    assert made == {"/work", "/work/empty", "/work/deep/empty"}
+    assert made == {"/job", "/job/empty", "/job/deep/empty"}
     assert _copied(loaded) == _copied(task)
 
 
@@ -197,7 +197,7 @@ def test_start_again_really_resets(in_sandbox, make_task):
             "export X=1; cd /tmp; umask 0; sleep 300 & rm -rf /home /etc/hosts /app/a.txt; echo x >> /etc/passwd;"
             " chmod 700 / /etc /tmp; touch /tmp/x /etc/x /x /root/.bashrc; mkdir -p /var/tmp/a/b; ln -s /tmp /home;"
             " rm /bin; ln -s /tmp /bin; mkdir -p /srv/deep; cd /srv/deep; for i in $(seq 30); do mkdir a; cd a; done;"
-            " mkdir /srv/shut; touch /srv/shut/x; chmod 000 /srv/shut",
+            " rmdir /opt; touch /opt; mkdir /lib32 /extra; mkdir /srv/shut; touch /srv/shut/x; chmod 000 /srv/shut",
             20,
         )
         await sandbox.start(second)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_t1.environment.sandbox import process
+from megatron_t1.environment.sandbox import process, scratch
 from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
 from megatron_t1.environment.sandbox.interface import SandboxLost
 from megatron_t1.environment.sandbox.root import PrivateRoot
@@ -145,17 +145,18 @@ def test_daemons_die_with_the_session(in_sandbox, make_task):
     assert left == 0
 
 
-def test_nothing_outlives_a_killed_driver(tmp_path):
-    marker = f"sleep 27182.{os.getpid()}"
+def test_nothing_outlives_a_killed_driver():
+    marker, base = f"sleep 27182.{os.getpid()}", tempfile.mkdtemp()
+    os.chmod(base, 0o755)
     script = f"""
 import asyncio
 from megatron_t1.config.schema import SandboxConfig
-from megatron_t1.environment.sandbox import process
+from megatron_t1.environment.sandbox import process, scratch
 from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
 from megatron_t1.environment.sandbox.interface import SandboxLost
 from megatron_t1.environment.task import Task, TaskContent
 async def main():
-    sandbox = BubblewrapSandbox(SandboxConfig(), {str(tmp_path)!r})
+    sandbox = BubblewrapSandbox(SandboxConfig(), {base!r})
     await sandbox.start(Task("t", "", content=TaskContent()))
     await sandbox.run("setsid {marker} & echo", 10)
     print("ready", flush=True)
@@ -166,12 +167,17 @@ asyncio.run(main())
     assert driver.stdout.readline() == b"ready\n"
     time.sleep(0.2)
     assert _commands_with(marker) >= 2
+    (left,) = Path(base).iterdir()
+    os.utime(left, (0, 0))
+    assert scratch.remove_abandoned(base) == 0
     driver.kill()
     driver.wait()
     deadline = time.monotonic() + 5
     while _commands_with(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _commands_with(marker) == 0
+    assert scratch.remove_abandoned(base) == 1
+    os.rmdir(base)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become a normal user")

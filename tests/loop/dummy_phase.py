@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from megatron_t1 import atomic
-from megatron_t1.phase import PhaseResult, WrittenFile
 from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult, WrittenFile
 
 
 def main():
@@ -38,7 +38,11 @@ def main():
 
 def behave(how, rank):
     if how == "fail" and rank == int(os.environ.get("FAILING_RANK", 0)):
-        print("loading\nerror: the frobnicator is missing\n  where:  /frob\n  remedy: install it", file=sys.stderr, flush=True)
+        print(
+            "loading\nerror: the frobnicator is missing\n  where:  /frob\n  remedy: install it",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(3)
     if how == "fail":
         time.sleep(60)

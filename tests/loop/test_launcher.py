@@ -6,8 +6,8 @@ import textwrap
 import time
 
 import pytest
-
 from loop_commands import dummy_command
+
 from megatron_t1.config.compose import save
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.launcher import PhaseCommand, Stopped, last_lines, require_success

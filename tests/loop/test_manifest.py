@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from megatron_t1.config.compose import flatten
 from megatron_t1.errors import IncompleteError, MismatchError
 from megatron_t1.loop.manifest import FinishedStep, Manifest, config_digest, is_free, open_manifest
-from megatron_t1.config.compose import flatten
 from megatron_t1.paths import RunPaths
 
 

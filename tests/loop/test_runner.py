@@ -8,8 +8,8 @@ import textwrap
 import time
 
 import pytest
-
 from loop_commands import dummy_command
+
 from megatron_t1 import atomic
 from megatron_t1.config.compose import load_run_config, save
 from megatron_t1.errors import IncompleteError, T1Error
@@ -124,7 +124,7 @@ def test_failed_phase_then_again(config):
     assert len(executions(config)) == len(expected(config)) + 1
     attempts = [step.attempts for step in Manifest.read(RunPaths.of(config.run.dir).manifest).finished]
     assert attempts[0] == 2
-    assert (RunPaths.of(config.run.dir).phase(0, "rollout") / "logs" / "attempt_1" / "main.log").exists()
+    assert (RunPaths.of(config.run.dir).phase(0, "evaluation") / "logs" / "attempt_1" / "main.log").exists()
 
 
 def test_full_disk_is_named_before_anything_starts(config, monkeypatch):
@@ -164,7 +164,8 @@ LOOP = textwrap.dedent("""
     from megatron_t1.loop.runner import opened
     config = load_run_config(sys.argv[1])
     try:
-        with opened(config, say=lambda line: None, command=functools.partial(dummy_command, behave=sys.argv[2])) as runner:
+        command = functools.partial(dummy_command, behave=sys.argv[2])
+        with opened(config, say=lambda line: None, command=command) as runner:
             runner.run()
     except Stopped as stopped:
         sys.exit(128 + stopped.signal_number)

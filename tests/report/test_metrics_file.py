@@ -17,7 +17,9 @@ def events(paths):
 
     accumulator = EventAccumulator(str(paths.tensorboard))
     accumulator.Reload()
-    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
 
 
 def test_each_phase_is_written_exactly_once(tmp_path):

@@ -8,9 +8,10 @@ import json
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megatron_t1.config.schema import ModelConfig
-from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
+from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost, VerifierRun
 from megatron_t1.environment.task import Task, TaskContent
 from megatron_t1.model.initial import create_initial_model
 from megatron_t1.rollout.engine.completion import Completion, RouteShape
@@ -150,3 +151,72 @@ def chat(tiny_model):
 @pytest.fixture
 def task():
     return Task(name="demo", instruction="create the file alpha.txt", content=TaskContent(), baseline=1)
+
+
+class PassingSandbox(FakeSandbox):
+    """For env.sandbox._target_: the verifier counts the commands that were run, of two checks."""
+
+    def __init__(self, config, scratch_dir, output_limit):
+        super().__init__()
+
+    async def start(self, task):
+        self.commands = []
+
+    async def run_verifier(self, task, timeout_s, names):
+        report = {"results": {"tests": [
+            {"name": "ran", "status": "passed" if self.commands else "failed"},
+            {"name": "ran_twice", "status": "passed" if len(self.commands) > 1 else "failed"},
+        ]}}  # fmt: skip
+        return VerifierRun(0, "", False, {"ctrf.json": json.dumps(report).encode()})
+
+
+class FakeServer:
+    """Stands where the phase starts vLLM: answers its token endpoint with a scripted policy and its routes."""
+
+    started = 0
+    refuse_after: int | None = None  # requests until it answers 500
+
+    def __init__(self, config, model_dir, dtype, log_path, *, max_model_len, routes, seed=0):
+        from megatron_t1.rollout.formats import load_format
+
+        chat = load_format("chatml_bash", model_dir)
+        self.turns = [chat.command("echo red > docs/alpha.txt"), chat.command("cat notes.md"), chat.submission()]
+        self.routes, self.start_s, self.requests, self.url = routes, 0.0, [], ""
+        self.shape = RouteShape(num_moe_layers=4, top_k=4, num_experts=16)
+
+    async def __aenter__(self):
+        type(self).started += 1
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/inference/v1/generate", self.generate)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+
+    async def check_alive(self):
+        return None
+
+    async def generate(self, request):
+        asked = await request.json()
+        self.requests.append(asked)
+        if self.refuse_after is not None and len(self.requests) > self.refuse_after:
+            return web.Response(status=500, text="out of order")
+        prompt, sampling = asked["token_ids"], asked["sampling_params"]
+        starts = sum(1 for token in prompt if token == 1) // 2  # <|im_start|> comes twice for each turn before
+        turn = self.turns[starts - 1]
+        rows = len(prompt) + len(turn) - 1 - sampling.get("routed_experts_prompt_start", 0)
+        routes = routes_for(rows, self.shape, seed=len(prompt)) if self.routes else None
+        return web.Response(body=answer(turn, routes=routes), content_type="application/json")
+
+
+@pytest.fixture
+def fake_engine(monkeypatch):
+    """The phase with `FakeServer` in the place of vLLM; returns the class."""
+    monkeypatch.setattr("megatron_t1.rollout.phase.VllmServer", FakeServer)
+    monkeypatch.setattr(FakeServer, "started", 0)
+    return FakeServer

@@ -14,9 +14,7 @@ from megatron_t1.rollout.schedule import attempts_of, share, tasks_of_iteration,
 from tests.rollout.conftest import FakeSandbox
 
 
-@given(
-    st.integers(1, 30), st.integers(1, 17), st.integers(0, 5), st.integers(0, 3)
-)
+@given(st.integers(1, 30), st.integers(1, 17), st.integers(0, 5), st.integers(0, 3))
 def test_every_task_comes_once_in_each_epoch(tasks, count, seed, epoch):  # slime#2236
     names = [f"task-{number:03d}" for number in range(tasks)]
     needed = (epoch + 1) * tasks

@@ -67,6 +67,13 @@ def engine_processes(mark: str) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def wait_until(condition, timeout_s: float = 60.0):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -188,15 +195,17 @@ def test_the_engine_never_outlives_its_driver(tiny_model, tmp_path, number):  # 
         stdout=subprocess.PIPE,
         text=True,
     )
-    engine = wait_until(lambda: engine_processes(mark), 30)
-    if number == signal.SIGKILL:  # late: when the engine has children of its own
-        wait_until(lambda: "Application startup complete" in (tmp_path / "engine.log").read_text(), 120)
-    driver.send_signal(number)
-    output = driver.communicate(timeout=15)[0]
+    try:
+        engine = wait_until(lambda: engine_processes(mark), 30)
+        if number == signal.SIGKILL:  # late: when the engine has children of its own
+            wait_until(lambda: "/inference/v1/generate" in (tmp_path / "engine.log").read_text(), 180)
+        driver.send_signal(number)
+        output = driver.communicate(timeout=15)[0]
+    finally:
+        driver.kill()
     if number == signal.SIGTERM:
         assert driver.returncode == 1 and "stopped by SIGTERM" in output
-    wait_until(lambda: not engine_processes(mark), 15)
-    assert not any(psutil.pid_exists(pid) for pid in engine)
+    wait_until(lambda: not any(is_running(pid) for pid in [*engine, *engine_processes(mark)]), 15)
 
 
 def test_killing_the_supervisor_ends_the_engine(tiny_model, tmp_path, monkeypatch):

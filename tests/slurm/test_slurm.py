@@ -69,7 +69,8 @@ DRIVER = textwrap.dedent("""
 
 def slurm_run(tmp_path) -> Config:
     config = absolute(
-        compose([f"run.dir={tmp_path / 'run'}", "cluster=slurm", "cluster.train.processes_per_node=1", "loop.iterations=1",
+        compose([f"run.dir={tmp_path / 'run'}", "cluster=slurm", "cluster.train.processes_per_node=1",
+                 "loop.iterations=1",
                  "loop.warmup_iterations=1", "cluster.rollout.threads=1", "cluster.train.threads=1"])
     )  # fmt: skip
     save(config, f"{config.run.dir}/config.yaml")

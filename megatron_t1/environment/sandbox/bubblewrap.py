@@ -11,7 +11,6 @@ import os
 import posixpath
 import resource
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.process import SandboxProcess, host_identity, start_bwrap
 from megatron_t1.environment.sandbox.root import PrivateRoot, read_regular
+from megatron_t1.environment.sandbox.scratch import ScratchDirectory, reachable
 from megatron_t1.environment.sandbox.shell import Shell
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
@@ -45,7 +45,8 @@ class BubblewrapSandbox:
         self._config, self._output_limit = config, output_limit
         self._owner = host_identity(config)
         _raise_open_files()
-        self._scratch = _reachable(scratch_dir or config.scratch_dir, self._owner)
+        self._base = reachable(scratch_dir or config.scratch_dir, self._owner)
+        self._scratch: ScratchDirectory | None = None
         self._directory: Path | None = None
         self._root: PrivateRoot | None = None
         self._shell: Shell | None = None
@@ -55,8 +56,8 @@ class BubblewrapSandbox:
         image = task.image
         await self._end_session()
         if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="t1-sandbox-", dir=self._scratch))
-            os.chmod(self._directory, 0o711)
+            self._scratch = ScratchDirectory(self._base)
+            self._directory = self._scratch.path
             self._root = PrivateRoot(self._directory / "root", self._owner)
         try:
             await _in_thread(self._root.reset)
@@ -107,10 +108,9 @@ class BubblewrapSandbox:
         try:
             await self._end_session()
         finally:
-            directory, self._directory = self._directory, None
-            if directory is not None:
-                await _in_thread(self._root.wipe)
-                shutil.rmtree(directory, ignore_errors=True)
+            scratch, self._scratch, self._directory = self._scratch, None, None
+            if scratch is not None:
+                await _in_thread(scratch.remove)
 
     def _prepare_verifier(self, task: Task, tests: Path, logs: Path) -> None:
         """A protected copy of the tests and an empty log directory, outside the root, and where both get mounted."""
@@ -216,13 +216,3 @@ def _write_tests(directory: Path, task: Task) -> None:
         path.chmod(mode | 0o444)
     for folder, _, _ in os.walk(directory):
         os.chmod(folder, 0o755)
-
-
-def _reachable(directory: str | Path | None, owner: int | None) -> str:
-    """`directory` (made if missing) when the sandbox's host user may pass through it, else the temporary directory."""
-    if not directory:
-        return tempfile.gettempdir()
-    path = Path(directory).resolve()
-    path.mkdir(parents=True, exist_ok=True)
-    closed = owner is not None and any(not folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
-    return tempfile.gettempdir() if closed else str(path)

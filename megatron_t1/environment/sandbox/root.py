@@ -53,10 +53,11 @@ class PrivateRoot:
             name: {child.partition("/")[2] for child in SKELETON if child.startswith(f"{name}/")} for name in SKELETON
         }
         kept["etc"] = {*ETC, *self._etc_mounts}
-        self._keep_only(root, {name for name in SKELETON if "/" not in name} | set(MERGED))
+        self._keep_only(root, {*SKELETON, *(name for name in MERGED if os.path.isdir(f"/{name}"))})
         for name, mode in SKELETON.items():
             path = f"{root}/{name}"
             if not os.path.isdir(path):
+                remove_tree(path)
                 os.mkdir(path)
                 self._own(path)
                 os.chmod(path, mode)
@@ -67,7 +68,7 @@ class PrivateRoot:
         for name, text in ETC.items():
             path = f"{root}/etc/{name}"
             if not _is_plain(path, text.encode()):
-                _remove(path)
+                remove_tree(path)
                 self._write(path, text.encode(), 0o644)
         self._restore_system()
         self._pristine = True
@@ -88,7 +89,7 @@ class PrivateRoot:
                 if entry.name not in names or (entry.is_symlink() and entry.name not in MERGED)
             ]
         for child in wrong:
-            _remove(child)
+            remove_tree(child)
 
     def _restore_system(self) -> None:
         """Put back what makes the system trusted: links into /usr, mount points, no preloaded library.
@@ -100,7 +101,7 @@ class PrivateRoot:
             if os.path.islink(f"/{name}"):
                 target, path = os.readlink(f"/{name}").lstrip("/"), self.path / name
                 if not os.path.islink(path) or os.readlink(path) != target:
-                    _remove(path)
+                    remove_tree(path)
                     os.symlink(target, path)
                     self._own(path)
             elif os.path.isdir(f"/{name}"):
@@ -112,13 +113,13 @@ class PrivateRoot:
             if os.path.isdir(f"/etc/{name}"):
                 self._plain_directory(f"etc/{name}")
             elif not _is_plain(path, b""):
-                _remove(path)
+                remove_tree(path)
                 self._write(path, b"", 0o644)
-        _remove(self.path / "etc" / "ld.so.preload")
+        remove_tree(self.path / "etc" / "ld.so.preload")
 
     def fresh_mount_point(self, name: str) -> None:
         """An empty plain directory at the top of the root, whatever stood there."""
-        _remove(self.path / name)
+        remove_tree(self.path / name)
         self._plain_directory(name)
 
     def system_mounts(self) -> list[str]:
@@ -131,10 +132,6 @@ class PrivateRoot:
             options += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
         return options
 
-    def wipe(self) -> None:
-        """Remove everything; no process of the sandbox may be alive."""
-        _remove(self.path)
-
     def make_directory(self, inside: str) -> None:
         self._existing_directory(inside)
 
@@ -143,7 +140,7 @@ class PrivateRoot:
             self._existing_directory(inside)
         for inside, target in step.links.items():
             path = self._place(inside)
-            _remove(path)
+            remove_tree(path)
             os.symlink(target, path)
             self._own(path)
         for inside, (content, mode) in step.files.items():
@@ -210,7 +207,7 @@ class PrivateRoot:
     def _plain_directory(self, name: str) -> None:
         path = self.path / name
         if path.is_symlink() or not path.is_dir():
-            _remove(path)
+            remove_tree(path)
             os.mkdir(path)
             os.chmod(path, 0o755)
             self._own(path)
@@ -241,7 +238,7 @@ def _is_plain(path: str | Path, content: bytes) -> bool:
         return False
 
 
-def _remove(path: str | Path) -> None:
+def remove_tree(path: str | Path) -> None:
     """Remove a file, link or tree, also one nested too deep for Python or without its owner's permissions."""
     try:
         mode = os.lstat(path).st_mode

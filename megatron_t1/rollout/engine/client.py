@@ -109,9 +109,7 @@ class EngineClient:
 
     async def _post(self, path: str, data: bytes, where: str) -> bytes:
         try:
-            async with self._session.post(
-                path, data=data, headers={"content-type": "application/json"}
-            ) as response:
+            async with self._session.post(path, data=data, headers={"content-type": "application/json"}) as response:
                 body = await response.read()
         except TimeoutError as error:
             await self._raise_if_lost()

@@ -12,8 +12,9 @@ from megatron_t1.config.schema import EngineConfig
 from megatron_t1.errors import T1Error
 
 LOGPROBS_MODE = "processed"  # after temperature and truncation: the distribution that was sampled from
+PLUGIN = "megatron_t1_cpu"  # entry point of rollout.vllm_cpu
 _PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "VIRTUAL_ENV")
-_PASSED_ON_PREFIXES = ("LC_", "CUDA", "NCCL_", "NVIDIA_", "VLLM_", "HF_", "TORCH", "TRITON_", "XDG_", "SLURM_", "T1_")
+_PASSED_ON_PREFIXES = tuple("LC_ OMP_ GOMP_ CUDA NCCL_ NVIDIA_ VLLM_ HF_ TORCH TRITON_ XDG_ SLURM_ T1_".split())
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ def installed_build() -> EngineBuild:
         where=sys.executable,
         remedy="pip install 'megatron-t1[rollout]' (CPU) or vllm (GPU), or set cluster.rollout.python",
     )
+
+
+def require_plugin() -> None:
+    """Raise T1Error when vLLM won't find the plugin that records routed experts on CPU."""
+    if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        raise T1Error(
+            f"vLLM can't see the plugin {PLUGIN}: megatron-t1 is imported, but not installed, in this environment",
+            where=sys.executable,
+            remedy="pip install megatron-t1 (from a checkout: pip install --no-deps -e .), or set rollout.routes=false",
+        )
 
 
 def serve_command(
@@ -97,9 +108,7 @@ def serve_command(
 def serve_environment(config: EngineConfig, build: EngineBuild, *, routes: bool) -> dict[str, str]:
     """Environment of the server: a known part of the driver's, and what the build needs."""
     environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+        name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
     }
     environment |= {
         "HF_HUB_OFFLINE": "1",
@@ -110,12 +119,17 @@ def serve_environment(config: EngineConfig, build: EngineBuild, *, routes: bool)
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(config.omp_threads),
     }
+    if "VLLM_PLUGINS" in environment:  # a list of the only plugins to load
+        environment["VLLM_PLUGINS"] += f",{PLUGIN}"
     if build.is_cpu:
         environment |= {
             # Otherwise helpers of the sampler are compiled at the first request: 3 to 21 s.
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Threads that spin at barriers starve the sandboxes and each other where cores are shared: 250 against
+            # 2,000 tokens/s on a busy machine.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         }
     elif routes:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the runner that returns routed experts

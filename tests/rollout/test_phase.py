@@ -1,0 +1,175 @@
+"""The phases as a whole, with a scripted policy behind the engine's protocol: plans, resume, workers, results."""
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_t1.config.schema import Config
+from megatron_t1.environment.loading import write_task
+from megatron_t1.environment.task import Task, TaskContent
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error
+from megatron_t1.phase import missing_outputs
+from megatron_t1.rollout.phase import run_evaluation, run_phases, run_rollout
+from megatron_t1.trajectory.record import EndReason, Origin
+from megatron_t1.trajectory.store import RolloutStore
+from tests.rollout.conftest import PassingSandbox
+
+
+@pytest.fixture
+def config(tiny_model, tmp_path):
+    for kind, count in (("train", 5), ("held_out", 3)):
+        for number in range(count):
+            content = TaskContent(tests={"test.sh": (b"true\n", 0o755)})
+            task = Task(f"{kind}-{number}", f"create the file {number}", content=content, baseline=0)
+            write_task(task, tmp_path / kind / task.name)
+    config = Config()
+    config.run.dir, config.model.path = str(tmp_path / "run"), str(tiny_model)
+    config.env.tasks, config.eval.tasks = str(tmp_path / "train"), str(tmp_path / "held_out")
+    config.env.sandbox._target_ = "tests.rollout.conftest.PassingSandbox"
+    config.rollout.tasks_per_iteration, config.rollout.samples_per_task = 4, 2
+    return config
+
+
+def records(config, kind="rollouts", number=0):
+    return list(RolloutStore(Path(config.run.dir) / kind / f"iter_{number:04d}"))
+
+
+def test_a_rollout_leaves_complete_records_and_one_result(config, fake_engine, capsys):
+    result = run_rollout(config, 0)
+    assert result.phase == "rollout" and not missing_outputs(result, Path(config.run.dir), digests=True)
+    metrics = result.metrics
+    assert metrics["rollout/episodes"] == 8 and metrics["rollout/untrusted"] == 0
+    assert metrics["rollout/mean_reward"] == pytest.approx(2 * config.reward.scale)
+    assert metrics["rollout/success_rate"] == 1 and metrics["rollout/end_submitted"] == 1
+    assert metrics["rollout/checks_above_baseline"] == 2
+    found = records(config)
+    assert len({record.header.task for record in found}) == 4
+    for record in found:
+        assert record.header.counts["turns"] == 3 and record.header.policy_versions == (0, 0, 0)
+        assert record.routed[:-1].all() and record.routes.shape[1:] == (4, 4)
+        assert int((record.origin == Origin.SAMPLED).sum()) == metrics["rollout/sampled_tokens"]
+    assert "8/8 episodes" in capsys.readouterr().out
+
+
+def test_iterations_walk_through_the_tasks(config, fake_engine):  # slime#2236
+    config.rollout.samples_per_task, config.loop.warmup_iterations = 1, 5
+    for iteration in range(5):
+        run_rollout(config, iteration)
+    played = [record.header.task for iteration in range(5) for record in records(config, number=iteration)]
+    assert sorted(played) == sorted([f"train-{number}" for number in range(5)] * 4)
+
+
+def test_evaluation_shares_the_engine_and_writes_its_summary(config, fake_engine):
+    results = run_phases(config, 0, ("rollout", "evaluation"))
+    assert list(results) == ["evaluation", "rollout"] and fake_engine.started == 1
+    summary = json.loads((Path(config.run.dir) / "evaluations/iter_0000/summary.json").read_text())
+    assert summary["tasks"]["held_out-0"] == {
+        "baseline": 0, "passed": [2, 2], "total": [2, 2], "solved": [True, True],
+    }  # fmt: skip
+    assert all(record.routes is None for record in records(config, "evaluations"))
+    config.eval.limit = 1
+    with pytest.raises(MismatchError, match="4 records don't belong"):
+        run_evaluation(config, 0)
+
+
+def test_a_failed_phase_goes_on_where_it_was(config, fake_engine, monkeypatch):  # open-instruct#1523
+    class Broken(PassingSandbox):
+        played = []
+
+        async def run_verifier(self, task, timeout_s, names):
+            Broken.played.append(task.name)
+            if len(Broken.played) == 4:
+                raise T1Error("the tests can't be read")
+            return await super().run_verifier(task, timeout_s, names)
+
+    monkeypatch.setattr("tests.rollout.conftest.PassingSandbox", Broken)
+    config.rollout.concurrency = 1
+    with pytest.raises(T1Error, match="can't be read"):
+        run_rollout(config, 0)
+    kept = {record.header.trajectory_id: record.digest for record in records(config)}
+    assert len(kept) == 3
+    run_rollout(config, 0)
+    assert len(Broken.played) == 4 + 5  # three were not played again
+    assert kept.items() <= {record.header.trajectory_id: record.digest for record in records(config)}.items()
+    started = fake_engine.started
+    run_rollout(config, 0)
+    assert fake_engine.started == started and len(Broken.played) == 9
+
+
+def test_a_failing_engine_makes_untrusted_records_not_zeros(config, fake_engine, monkeypatch):  # verifiers#1665
+    monkeypatch.setattr(fake_engine, "refuse_after", 3)
+    config.rollout.concurrency = 1
+    result = run_rollout(config, 0)
+    ends = [record.header.end_reason for record in records(config)]
+    assert ends.count(EndReason.SUBMITTED) == 1 and ends.count(EndReason.ENGINE_LOST) == 7
+    assert result.metrics["rollout/untrusted"] == 7 and result.metrics["rollout/mean_reward"] == 0.5
+
+
+def test_workers_share_one_directory(config, fake_engine):
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run_rollout, config, 0, worker=0, workers=2)
+        second = pool.submit(run_rollout, config, 0, worker=1, workers=2)
+        assert second.result(60).outputs == []
+        assert first.result(60).metrics["rollout/episodes"] == 8
+    assert len(records(config)) == 8
+    assert len(list((Path(config.run.dir) / "rollouts/iter_0000").glob("*.shard.safetensors"))) == 1
+
+
+def test_sigterm_ends_the_phase_quickly_and_keeps_what_is_finished(config, fake_engine, monkeypatch):
+    class Slow(PassingSandbox):
+        async def run_verifier(self, task, timeout_s, names):
+            if task.name == "train-0":
+                import asyncio
+
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                await asyncio.sleep(60)
+            return await super().run_verifier(task, timeout_s, names)
+
+    monkeypatch.setattr("tests.rollout.conftest.PassingSandbox", Slow)
+    config.rollout.tasks_per_iteration = 5
+    began = time.monotonic()
+    with pytest.raises(T1Error, match="stopped by SIGTERM"):
+        run_rollout(config, 0)
+    assert time.monotonic() - began < 20 and len(records(config)) == 8
+
+
+def test_a_policy_that_is_not_there_is_named(config, fake_engine):
+    with pytest.raises(IncompleteError, match="policy can't be read") as caught:
+        run_rollout(config, config.loop.warmup_iterations + 3)
+    assert "hf/iter_0003" in caught.value.where
+    config.rollout.max_context = 100_000
+    with pytest.raises(T1Error, match="2048 positions"):
+        run_rollout(config, 0)
+
+
+def test_records_of_another_contract_are_refused(config, fake_engine):
+    run_rollout(config, 0)
+    config.rollout.top_p = 0.9
+    with pytest.raises(MismatchError, match="top_p"):
+        run_rollout(config, 0)
+
+
+def test_seeds_and_routes_reach_the_engine(config, fake_engine, monkeypatch):
+    seen = []
+    original = fake_engine.generate
+
+    async def spy(self, request):
+        response = await original(self, request)
+        seen.append(self.requests[-1]["sampling_params"])
+        return response
+
+    monkeypatch.setattr(fake_engine, "generate", spy)
+    config.rollout.seeded = True
+    run_rollout(config, 0)
+    assert len({sampling["seed"] for sampling in seen}) == len(seen) == 24
+    starts = sorted({sampling["routed_experts_prompt_start"] for sampling in seen})
+    assert starts[0] == 0 and len(starts) == 3  # turn by turn, from the first new position (vllm#57966)
+    assert all(sampling["ignore_eos"] and sampling["logprobs"] == 0 for sampling in seen)
+    assert np.allclose([sampling["temperature"] for sampling in seen], 1.0)
