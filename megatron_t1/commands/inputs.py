@@ -9,6 +9,8 @@ from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import command_config, print_config
 from megatron_t1.config.validate import check
 
+TOKENIZER_SEED = 0
+
 
 def generate(invocation: Invocation) -> int:
     config = command_config(invocation)
@@ -45,6 +47,8 @@ def init_model(invocation: Invocation) -> int:
     from megatron_t1.rollout.demonstrate import tokenizer_corpus
 
     out = Path(config.model.path)
-    create_initial_model(out, config.model, config.run.seed, tokenizer_corpus(config.generate, config.run.seed))
+    # One tokenizer for all seeds of the weights: demonstrations are token ids, and serve all of them.
+    corpus = tokenizer_corpus(config.generate, TOKENIZER_SEED)
+    create_initial_model(out, config.model, config.run.seed, corpus)
     print(f"model: {out}")
     return 0

@@ -1,6 +1,8 @@
 """What the verifier leaves becomes a verdict; whatever can't be trusted says why and is never a zero."""
 
+import asyncio
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -174,3 +176,26 @@ def test_ctrf_counts(statuses):
 @given(st.floats(0, 1))
 def test_reward_text_passes_only_at_one(value):
     assert read_reward_text(f" {value!r}\n".encode()) == {"reward": value == 1.0}
+
+
+def test_a_verifier_that_ends_before_the_driver_looks_is_trusted(in_sandbox, make_task):
+    """A busy driver reads where the sandbox's first process is only after a short verifier could have ended."""
+
+    async def hog():
+        while True:
+            time.sleep(0.2)
+            await asyncio.sleep(0)
+
+    async def body(sandbox):
+        task, verdicts = make_task(), []
+        busy = asyncio.create_task(hog())
+        try:
+            for _ in range(5):
+                await sandbox.start(task)
+                verdicts.append(await verify(sandbox, task))
+            return verdicts
+        finally:
+            busy.cancel()
+
+    verdicts = in_sandbox(body)
+    assert [verdict.reason for verdict in verdicts] == [""] * 5

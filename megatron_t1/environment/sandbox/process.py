@@ -150,12 +150,15 @@ async def wait_pidfd(descriptor: int, timeout_s: float) -> bool:
 
 
 def bwrap_command(
-    root: PrivateRoot, env: Mapping[str, str], workdir: str, binds: Sequence[str], info_fd: int
+    root: PrivateRoot, env: Mapping[str, str], workdir: str, binds: Sequence[str], info_fd: int, block_fd: int
 ) -> list[str]:
-    """The command line up to the program to run: everything unshared, host system read-only, empty environment."""
+    """The command line up to the program to run: everything unshared, host system read-only, empty environment.
+
+    bwrap says on `info_fd` which process the sandbox's first one is, and starts the program when `block_fd` has a byte.
+    """
     command = [find_bwrap(), "--bind", str(root.path), "/", *root.system_mounts()]
     command += ["--unshare-all", "--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--hostname", "sandbox"]
-    command += ["--die-with-parent", "--new-session", "--info-fd", str(info_fd)]
+    command += ["--die-with-parent", "--new-session", "--info-fd", str(info_fd), "--block-fd", str(block_fd)]
     command += ["--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     command += ["--proc", "/proc", *binds, "--clearenv"]
     for name, value in env.items():
@@ -182,8 +185,9 @@ async def start_bwrap(
     root.prepare_run()
     info_read, info_write = os.pipe2(os.O_CLOEXEC)
     error_read, error_write = os.pipe2(os.O_CLOEXEC)
+    block_read, block_write = os.pipe2(os.O_CLOEXEC)
     base = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", "USER": "root"}
-    command = bwrap_command(root, {**base, **env}, workdir, binds, info_write)
+    command = bwrap_command(root, {**base, **env}, workdir, binds, info_write, block_read)
     # bwrap complains into a pipe of its own; the script leaves it at once for the output. All on one line, so that
     # bash's messages say "bash: line 1".
     script = f"exec 2>&1 {info_write}>&-; {limits_script(config)} {script}"
@@ -199,21 +203,24 @@ async def start_bwrap(
             stdin=subprocess.DEVNULL,
             stdout=output_fd,
             stderr=error_write,
-            pass_fds=(*pass_fds, info_write),
+            pass_fds=(*pass_fds, info_write, block_read),
             env={},
             cwd="/",
             **identity,
         )
     except OSError as error:
-        os.close(info_read)
-        os.close(error_read)
+        for descriptor in (info_read, error_read, block_write):
+            os.close(descriptor)
         raise SandboxLost(f"can't start bubblewrap: {error}", where=command[0]) from error
     finally:
-        os.close(info_write)
-        os.close(error_write)
+        for descriptor in (info_write, error_write, block_read):
+            os.close(descriptor)
     try:
         info = await _read_pipe(info_read, START_TIMEOUT_S, until=b"}")
-        return SandboxProcess(process, json.loads(info)["child-pid"], error_read)
+        started = SandboxProcess(process, json.loads(info)["child-pid"], error_read)
+        # Only now, with the first process held: a short script could end, and its pid be another's, before that.
+        os.write(block_write, b"1")
+        return started
     except BaseException as error:
         process.kill()
         complaint = (await _read_pipe(error_read, 5.0)).decode(errors="replace").strip()
@@ -229,6 +236,7 @@ async def start_bwrap(
         ) from error
     finally:
         os.close(info_read)
+        os.close(block_write)
 
 
 @cache
