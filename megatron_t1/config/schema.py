@@ -27,7 +27,7 @@ class LoopConfig:
     warmup_iterations: int = 2  # critic only, the actor's files stay untouched; ours
     iterations: int = 3  # with an actor update
     colocate_roles: bool = False  # one training process group hosts critic then actor: saves a start, same memory
-    evaluate_every: int = 0  # iterations between evaluations; 0: only before the first and after the last actor update
+    evaluate_every: int = 0  # actor updates between evaluations; 0: only before the first and after the last
     evaluate_first: bool = True
     evaluate_last: bool = True
 
