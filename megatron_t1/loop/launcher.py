@@ -77,6 +77,8 @@ class BaseLauncher:
         stop_requested: returns the number of a signal that asks the loop to stop, or 0.
     """
 
+    late_stop_s = 0.0  # how much later than its phase the loop may be told to stop
+
     def __init__(self, config: Config, stop_requested: Callable[[], int] = lambda: 0):
         self.config = config
         self.stop_requested = stop_requested
@@ -128,9 +130,13 @@ class BaseLauncher:
             LAUNCH_MARK: token,
         }
 
+        failed = False
+
         def shown(line: str) -> None:
+            nonlocal failed
             text = self.shown(command, line)
-            if echo is not None and text is not None:
+            failed = failed or (text is not None and OWN_ERROR.match(text) is not None)
+            if echo is not None and text is not None and not failed:  # `require_success` says an error, once
                 echo(text)
 
         started = time.monotonic()
@@ -148,10 +154,13 @@ class BaseLauncher:
             if process.poll() is None:
                 _end(process, self.config.cluster.stop_grace_s)
             send(marked(LAUNCH_MARK, token), signal.SIGKILL)  # only where the supervisor itself was killed
-        requested = self.stop_requested()
-        if requested and reason == "stopped":
-            raise Stopped(requested)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        deadline = time.monotonic() + self.late_stop_s
+        while code == 128 + signal.SIGTERM and not self.stop_requested() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        requested = self.stop_requested()
+        if requested and (reason == "stopped" or code == 128 + signal.SIGTERM):
+            raise Stopped(requested)
         rank, path = (None, log) if code == 0 else self.first_failure(log_dir)
         return Exit(code, path, rank, last_lines(path) if code else "", time.monotonic() - started, reason)
 
@@ -252,7 +261,7 @@ def last_lines(path: Path, count: int = TAIL_LINES) -> str:
     text = read_end(path).rstrip()
     own = [match.start() for match in OWN_ERROR.finditer(text)]
     if own:
-        return "\n".join(text[own[0] :].splitlines()[:count])
+        return "\n".join(text[own[0] :].splitlines()[: 2 * count])
     return "\n".join(text.splitlines()[-count:])
 
 
@@ -267,10 +276,14 @@ def read_end(path: Path, size: int = 20_000) -> str:
 
 
 def _with_package_path(environment: dict[str, str]) -> dict[str, str]:
-    """Phases import this very package, also from a checkout that was never installed."""
-    root = str(Path(__file__).resolve().parents[2])
-    known = environment.get("PYTHONPATH", "")
-    if root in known.split(os.pathsep):
+    """Phases import this very package, also from a checkout that was never installed.
+
+    An installation isn't passed on: beside it lie its environment's other packages, and the phase's interpreter may
+    belong to another environment.
+    """
+    parent = Path(__file__).resolve().parents[2]
+    root, known = str(parent), environment.get("PYTHONPATH", "")
+    if parent.name in ("site-packages", "dist-packages") or root in known.split(os.pathsep):
         return environment
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [root, known]))}
 

@@ -1,7 +1,8 @@
 """One loop for each run directory: a lock file with its owner and a heartbeat; a dead owner's lock is taken over.
 
 Works on a shared file system without lock daemons: creation is exclusive, staleness is judged by the owner's process
-where it is visible, and by the file's own modification time (the file system's clock, not this machine's) elsewhere.
+where it is visible; elsewhere by its Slurm job, or else by the file's own modification time (the file system's clock,
+not this machine's).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -71,6 +73,8 @@ class RunLock:
     def _take_away_if_stale(self) -> None:
         owner = self._read()
         alive = owner_alive(owner)
+        if alive is None and slurm_job_ended(owner):
+            alive = False
         if alive is None:
             alive = self._age() < self.stale_after_s
         if alive:
@@ -117,6 +121,8 @@ def this_process() -> dict[str, Any]:
         "pid": os.getpid(),
         "start_ticks": start_ticks(os.getpid()),
         "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
+        "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
+        "slurm_restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
     }
 
 
@@ -130,6 +136,25 @@ def owner_alive(owner: dict[str, Any]) -> bool | None:
     if owner.get("namespace") != here["namespace"]:
         return None
     return owner.get("start_ticks") is not None and start_ticks(int(owner["pid"])) == owner["start_ticks"]
+
+
+def slurm_job_ended(owner: dict[str, Any]) -> bool:
+    """Whether the owner's Slurm job is known to be over; False also where Slurm can't be asked.
+
+    A job that lost a node is started again on others, under its own number, within seconds.
+    """
+    here, job = this_process(), str(owner.get("slurm_job") or "")
+    if not job.isdigit() or owner.get("slurm_cluster") != here["slurm_cluster"]:
+        return False
+    if job == here["slurm_job"]:
+        return owner.get("slurm_restart", 0) < here["slurm_restart"]
+    try:
+        shown = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if shown.returncode:
+        return "Invalid job id" in shown.stderr  # forgotten, some minutes after its end
+    return not shown.stdout.strip()
 
 
 def _boot() -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from megatron_t1.errors import T1Error
 from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand
 from megatron_t1.loop.worker import WORKER, WORKERS
 
-PORT_BASE, PORT_RANGE = 20000, 20000
+PORTS = range(20000, 32000)  # below the range from which Linux takes ports for outgoing connections
 # Each task finds its place in the group from what Slurm tells it.
 RANK_LINES = ("export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",)
 WORKER_LINES = (f"export {WORKER}=$SLURM_PROCID {WORKERS}=$SLURM_NTASKS",)
@@ -59,24 +61,22 @@ class Need:
     gpus_per_node: int
 
 
-def needs(config: Config, allocated_nodes: int) -> list[Need]:
-    """What each kind of phase asks of the allocation."""
+def needs(config: Config, allocation: Allocation) -> list[Need]:
+    """What each kind of phase asks of the allocation: one GPU for each training process and each part of an engine."""
     rollout, train = config.cluster.rollout, config.cluster.train
+    on_gpus = config.cluster.backend == "cuda" or (config.cluster.backend == "auto" and allocation.gpus_per_node > 0)
+    parts = rollout.processes_per_node * config.rollout.engine.tensor_parallel if allocation.gpus_per_node else 0
+    processes = min(train.processes_per_node, config.layout.processes)
     return [
-        Need("rollout", rollout.nodes or allocated_nodes, rollout.processes_per_node, rollout.gpus_per_node),
-        Need(
-            "training",
-            train_nodes(config),
-            min(train.processes_per_node, config.layout.processes),
-            train.gpus_per_node or (train.processes_per_node if config.cluster.backend == "cuda" else 0),
-        ),
+        Need("rollout", rollout.nodes or allocation.nodes, rollout.processes_per_node, rollout.gpus_per_node or parts),
+        Need("training", train_nodes(config), processes, train.gpus_per_node or (processes if on_gpus else 0)),
     ]
 
 
 def compare(config: Config, allocation: Allocation) -> list[str]:
     """Where the allocation is too small for the layout, one line each; empty when everything fits."""
     problems = []
-    for need in needs(config, allocation.nodes):
+    for need in needs(config, allocation):
         if need.nodes > allocation.nodes:
             problems.append(
                 f"{need.phase} needs {need.nodes} nodes ({need.tasks_per_node} processes each), the allocation has "
@@ -96,16 +96,23 @@ def compare(config: Config, allocation: Allocation) -> list[str]:
 
 
 class SlurmLauncher(BaseLauncher):
+    late_stop_s = 3.0  # Slurm ends a cancelled job's steps and its batch script in any order
+
+    def __init__(self, config: Config, stop_requested: Callable[[], int] = lambda: 0):
+        super().__init__(config, stop_requested)
+        self._launches = 0
+
     def wrapped(self, command: PhaseCommand, log_dir: Path) -> list[str]:
         allocation = Allocation.current()
         resources = self.resources(command)
-        need = needs(self.config, allocation.nodes)[0 if command.kind == "rollout" else 1]
+        need = needs(self.config, allocation)[0 if command.kind == "rollout" else 1]
         tasks = command.processes if command.distributed else need.nodes * need.tasks_per_node
         nodes = min(need.nodes, tasks)
         per_node = -(-tasks // nodes)
-        cpus = max(1, min(resources.threads, allocation.cpus_per_node // per_node))
+        # From the allocation's first node on, ranks in the order of nodes: there rank 0 listens.
         line = [
-            "srun", f"--nodes={nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}", f"--cpus-per-task={cpus}",
+            "srun", f"--nodes={nodes}", "--relative=0", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}",
+            "--distribution=block", f"--cpus-per-task={cpus_per_task(allocation.cpus_per_node, per_node)}",
             "--kill-on-bad-exit=1", "--export=ALL", "--unbuffered", f"--job-name={command.name}",
             f"--output={log_dir}/rank_%t.log",
         ]  # fmt: skip
@@ -119,14 +126,16 @@ class SlurmLauncher(BaseLauncher):
         return [*line, "bash", str(script), self.python(command), "-m", command.module, *command.arguments]
 
     def _rendezvous(self, allocation: Allocation) -> list[str]:
-        address = node_address(first_node(allocation.node_list))
-        port = PORT_BASE + (allocation.job_id * 7919 + self._launches()) % PORT_RANGE
-        return [f"export MASTER_ADDR={address} MASTER_PORT={port}"]
+        node = first_node(allocation.node_list)
+        # Each launch takes another port: the last one's may still be in TIME_WAIT.
+        port = meeting_port(allocation.job_id, self._launches, probe=os.environ.get("SLURMD_NODENAME") == node)
+        self._launches += 1
+        return [f"export MASTER_ADDR={node_address(node)} MASTER_PORT={port}"]
 
-    def _launches(self) -> int:
-        """Each launch takes another port: the last one's may still be in TIME_WAIT."""
-        self._count = getattr(self, "_count", -1) + 1
-        return self._count
+    def python(self, command: PhaseCommand) -> str:
+        """An interpreter of this machine means nothing inside a container."""
+        resources = self.resources(command)
+        return "python3" if resources.container and not resources.python else super().python(command)
 
     def main_log(self, log_dir: Path) -> Path:
         return log_dir / "rank_0.log"
@@ -138,7 +147,43 @@ class SlurmLauncher(BaseLauncher):
         missing = [name for name in ("srun", "scontrol") if shutil.which(name) is None]
         if missing:
             return [f"cluster.launcher=slurm needs {' and '.join(missing)} on PATH"]
-        return compare(self.config, Allocation.current())
+        problems = compare(self.config, Allocation.current())
+        for kind, resources in (("rollout", self.config.cluster.rollout), ("train", self.config.cluster.train)):
+            if resources.python and not resources.container and not resources.setup:
+                if shutil.which(resources.python) is None:
+                    problems.append(f"cluster.{kind}.python={resources.python}: no such interpreter on this node")
+        return problems
+
+
+def cpus_per_task(cpus_per_node: int, tasks_per_node: int) -> int:
+    """A task's share of its node: phases run one at a time, and engine, sandboxes and data loading use what is there.
+
+    Even where tasks share a node: Slurm hands out whole cores, of two hardware threads on most machines.
+    """
+    if tasks_per_node == 1:
+        return cpus_per_node
+    return max(1, cpus_per_node // tasks_per_node // 2 * 2)
+
+
+def meeting_port(job_id: int, launch: int, *, probe: bool) -> int:
+    """The port of rank 0: from the job's number, so that jobs on one node differ; the next one where it is in use.
+
+    Args:
+        probe: whether rank 0 will run on this machine, so that a port in use can be seen.
+    """
+    first = job_id * 7919 + launch
+    candidates = (PORTS[(first + step) % len(PORTS)] for step in range(len(PORTS)))
+    if not probe:
+        return next(candidates)
+    for port in candidates:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise T1Error(f"no port between {PORTS[0]} and {PORTS[-1]} is free", where=socket.gethostname())
 
 
 def first_node(node_list: str) -> str:

@@ -29,7 +29,7 @@ from torch.nn import Module
 
 from megatron_t1 import atomic
 from megatron_t1.config.schema import ArchitectureConfig
-from megatron_t1.errors import IncompleteError, MismatchError
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.model.build import require_equal_architecture
 from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import on_first_rank, together
@@ -98,7 +98,7 @@ def save_checkpoint(
     if optimizer is not None:
         complete_adam_state(optimizer)
         entries["optimizer"] = optimizer.sharded_state_dict(dict(entries), metadata=optimizer_metadata(optimizer))
-    together(lambda: dist_checkpointing.save(entries, str(partial), SynchronousSave("torch_dist", 1)))
+    together(lambda: _write(entries, partial, final))
     on_first_rank(lambda: atomic.write_json(partial / STATE_FILE, state))
     files = [file for of_rank in together(lambda: _digest_own(partial)) for file in of_rank]
     identity = {**_identity(bare), "optimizer": optimizer_identity(bare[0].config, optimizer)}
@@ -153,6 +153,18 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
             f"no complete checkpoint: {error}",
             where=str(path),
             remedy="use an earlier checkpoint; a directory without this marker was never finished",
+        ) from error
+
+
+def _write(entries: dict[str, Any], partial: Path, final: Path) -> None:
+    try:
+        dist_checkpointing.save(entries, str(partial), SynchronousSave("torch_dist", 1))
+    except (OSError, torch_checkpoint.CheckpointException) as error:
+        causes = [str(cause) for cause, _ in getattr(error, "failures", {}).values()] or [str(error)]
+        raise T1Error(
+            f"the checkpoint can't be written: {causes[0]}",
+            where=str(final),
+            remedy="free space or mend the file system, then start again; earlier checkpoints are intact",
         ) from error
 
 

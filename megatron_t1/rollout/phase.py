@@ -34,6 +34,7 @@ from megatron_t1.rollout.schedule import share, turn_seed
 from megatron_t1.rollout.signals import run_until_signal
 from megatron_t1.rollout.summary import evaluation_summary, rollout_metrics
 from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.record import Header
 from megatron_t1.trajectory.store import RolloutStore
 
 PHASES = ("evaluation", "rollout")  # in the order in which one engine serves them
@@ -118,10 +119,10 @@ async def _run(config: Config, iteration: int, phases: list[str], worker: int, w
         log_path = RunPaths.of(config.run.dir).phase(iteration, phases[0]) / f"engine.{worker}.log"
         seed = config.run.seed * 1_000_003 + iteration * 1009 + worker
         engine = _Engine(config, policy, log_path, seed, stack)
-        for phase in phases:
-            make_plan = evaluation_plan if phase == "evaluation" else rollout_plan
-            plan = make_plan(config, policy, iteration)
-            results[phase] = await _run_plan(config, iteration, policy, plan, engine, worker, workers)
+        makers = {"evaluation": evaluation_plan, "rollout": rollout_plan}
+        # All plans before the first episode: a broken task is known at once.
+        for plan in [makers[phase](config, policy, iteration) for phase in phases]:
+            results[plan.phase] = await _run_plan(config, iteration, policy, plan, engine, worker, workers)
     return results
 
 
@@ -148,14 +149,14 @@ async def _run_plan(
             await run_pool(pending, play, workers=count, make_sandbox=make_sandbox)
     if worker != 0:
         return PhaseResult(plan.phase, iteration, timings_s=timings)
-    await _wait_for_others(store, plan, config.cluster.phase_timeout_s)
+    with _timed(timings, "waiting"):
+        await _wait_for_others(store, plan, config.cluster.phase_timeout_s)
     with _timed(timings, "seal"):
         await asyncio.to_thread(store.seal)
     headers = store.headers()
     metrics = rollout_metrics(headers.values(), plan.phase)
-    if progress.tokens:
-        metrics[f"{plan.phase}/tokens_per_s"] = progress.tokens / timings["episodes"]
-        metrics[f"{plan.phase}/sampled_tokens_per_s"] = progress.sampled / timings["episodes"]
+    if pending:
+        metrics |= _speeds(plan, [header for name, header in headers.items() if name not in done], timings)
     run_dir = RunPaths.of(config.run.dir).root
     outputs = store.written_files(run_dir)
     if plan.phase == "evaluation":
@@ -220,6 +221,16 @@ async def _wait_for_others(store: RolloutStore, plan: Plan, timeout_s: float) ->
                 remedy="look at the other workers' logs and start the phase again",
             )
         await asyncio.sleep(0.5)
+
+
+def _speeds(plan: Plan, played: list[Header], timings: dict[str, float]) -> dict[str, float]:
+    """Of all workers together, from worker 0's first episode to everybody's last."""
+    seconds = timings["episodes"] + timings["waiting"]
+    counts = {"tokens": "tokens_per_s", "sampled_tokens": "sampled_tokens_per_s"}
+    return {
+        f"{plan.phase}/{name}": sum(header.counts.get(count, 0) for header in played) / seconds
+        for count, name in counts.items()
+    }
 
 
 def _write_summary(plan: Plan, policy: Policy, headers: Any, run_dir: Path) -> WrittenFile:

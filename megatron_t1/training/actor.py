@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_t1.model.checkpoint import save_checkpoint
 from megatron_t1.model.convert import load_hf
 from megatron_t1.phase import PhaseResult
 from megatron_t1.ppo.corrections import effective_sample_share, importance_correction
@@ -37,13 +36,8 @@ def run_actor(context: Context) -> PhaseResult:
     with context.timed("update"):
         metrics.update(_update(context, engine, data))
     with context.timed("save"):
-        files = save_checkpoint(
-            context.paths.checkpoint("actor", counters.policy + 1),
-            engine.chunks,
-            engine.optimizer,
-            {"role": "actor", "version": counters.policy + 1, "optimizer_steps": engine.optimizer_steps},
-            relative_to=context.paths.root,
-        )
+        version = counters.policy + 1
+        files = engine.save(context.paths.checkpoint("actor", version), version, relative_to=context.paths.root)
     return PhaseResult(
         phase="actor",
         iteration=context.iteration,

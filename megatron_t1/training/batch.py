@@ -58,6 +58,11 @@ class MicroBatch:
         return np.split(values, ends[:-1]) if self.samples else []
 
 
+def lengths_of(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Tokens of each sequence of the micro-batch that `samples` make; none make the zero-weight one."""
+    return tuple(len(sample.ids) for sample in samples) or (DUMMY_LENGTH,)
+
+
 def build_micro_batch(
     samples: Sequence[Sample],
     *,
@@ -68,13 +73,14 @@ def build_micro_batch(
     """Lay `samples` out for this rank. No samples: a zero-weight sequence that keeps collectives in step.
 
     Args:
-        layout_sizes: context_size, context_rank, tensor_size, tensor_rank, sequence_parallel of this rank.
+        layout_sizes: context_size, context_rank, tensor_size, tensor_rank, sequence_parallel of this rank, and
+            total_multiple where all micro-batches must have one shape.
         route_shape: given when routes are replayed; None leaves the routers alone.
     """
     samples = list(samples)
     ids = [sample.ids for sample in samples] or [np.zeros(DUMMY_LENGTH, np.int32)]
     masks = [sample.loss_mask for sample in samples] or [np.zeros(DUMMY_LENGTH, bool)]
-    layout = TokenLayout(tuple(len(stream) for stream in ids), **layout_sizes)
+    layout = TokenLayout(lengths_of(samples), **layout_sizes)
 
     count, ordinals = 0, []
     for mask in masks:

@@ -56,19 +56,23 @@ class Context:
         )
 
     def contract_facts(self) -> dict[str, Any]:
-        """Fields of the sampling contract that the model in training fixes."""
+        """Fields of the sampling contract that the model in training fixes, and the size of its vocabulary."""
         architecture = self.config.model.architecture
         return {
             "tokenizer_sha256": tokenizer_digest(self.start_model),
             "chat_format": self.config.model.chat_format,
             "model_dtype": self.config.model.dtype,
+            "vocab_size": architecture.vocab_size,
             "num_experts": architecture.num_experts,
             "top_k": architecture.num_experts_per_tok,
             "num_moe_layers": architecture.num_hidden_layers if architecture.num_experts else 0,
         }
 
     def groups(self, samples: list[Sample], *, seed: int = 0) -> list[list[Sample]]:
-        """This replica's share of one global packing plan: the samples of each micro-batch, none in a dummy."""
+        """This replica's share of one global packing plan: the samples of each micro-batch, none in a dummy.
+
+        Interleaved pipeline stages take micro-batches in rounds of the pipeline's size: dummies fill the last round.
+        """
         plan = plan_packing(
             [len(sample.ids) for sample in samples],
             data_parallel=self.replica_count,
@@ -78,7 +82,10 @@ class Context:
             names=[sample.name for sample in samples],
         )
         mine = plan.ranks[self.replica]
-        return [[] if batch.is_dummy else [samples[index] for index in batch.sequences] for batch in mine]
+        groups = [[] if batch.is_dummy else [samples[index] for index in batch.sequences] for batch in mine]
+        layout = self.config.layout
+        missing = -len(groups) % layout.pipeline if layout.virtual_pipeline > 1 else 0
+        return groups + [[] for _ in range(missing)]
 
     @property
     def replicas(self) -> dist.ProcessGroup:

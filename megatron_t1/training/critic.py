@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_t1.config.schema import GaeConfig
-from megatron_t1.model.checkpoint import save_checkpoint
 from megatron_t1.model.convert import load_hf
 from megatron_t1.model.heads import set_value_bias
 from megatron_t1.phase import PhaseResult
@@ -42,7 +41,7 @@ def run_critic(context: Context) -> PhaseResult:
 
     with context.timed("values"):
         own = _score_values(context, engine, data.samples)
-        statistics = compute_advantages(own, config.train.gae, group=context.replicas)
+        statistics = compute_advantages(own, config.train.gae, group=context.replicas, device=context.backend.device)
         metrics.update({f"critic/{name}": value for name, value in statistics.items()})
         _write_values(context, own)
         # Mini-batches are packed anew, so a sample may move to another rank: every rank reads all of them back.
@@ -50,13 +49,8 @@ def run_critic(context: Context) -> PhaseResult:
     with context.timed("update"):
         metrics.update(_update(context, engine, data))
     with context.timed("save"):
-        files = save_checkpoint(
-            context.paths.checkpoint("critic", counters.critic + 1),
-            engine.chunks,
-            engine.optimizer,
-            {"role": "critic", "version": counters.critic + 1, "optimizer_steps": engine.optimizer_steps},
-            relative_to=context.paths.root,
-        )
+        version = counters.critic + 1
+        files = engine.save(context.paths.checkpoint("critic", version), version, relative_to=context.paths.root)
     return PhaseResult(
         phase="critic",
         iteration=context.iteration,
@@ -91,7 +85,11 @@ def _score_values(context: Context, engine: Engine, samples: list[Sample]) -> li
 
 
 def compute_advantages(
-    samples: list[Sample], options: GaeConfig, *, group: dist.ProcessGroup | None = None
+    samples: list[Sample],
+    options: GaeConfig,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, float]:
     """Fill `advantages` (for the actor) and `returns` (for the critic) of one replica's samples.
 
@@ -101,6 +99,7 @@ def compute_advantages(
     Args:
         samples: with `old_values`.
         group: the data-parallel replicas that hold the other samples; None: these are all.
+        device: on which the group communicates.
 
     Returns:
         explained_variance of the old values (trajectories weighted equally), mean_return, mean_value, advantage_std.
@@ -119,7 +118,9 @@ def compute_advantages(
     weights = (1.0 / lengths.double()).repeat_interleave(lengths)
     sums = torch.cat([advantage_sums(advantages), explained_variance_sums(values, targets, weights)])
     if dist.is_initialized():
+        sums = sums.to(device)
         dist.all_reduce(sums, group=group)
+        sums = sums.cpu()
     advantage_totals, explained = sums[:3], sums[3:]
     advantages = normalise(advantages, options.advantages, advantage_totals)
     ends = np.cumsum(lengths.numpy())[:-1]

@@ -26,14 +26,16 @@ from megatron_t1.config.schema import Config, OptimizerConfig
 from megatron_t1.errors import T1Error
 from megatron_t1.model.backend import Backend
 from megatron_t1.model.build import build_model
-from megatron_t1.model.checkpoint import load_checkpoint
+from megatron_t1.model.checkpoint import load_checkpoint, save_checkpoint
 from megatron_t1.model.heads import loss_hidden, output_weight, vocabulary_rows
+from megatron_t1.phase import WrittenFile
 from megatron_t1.ppo.logprobs import token_logprobs
 from megatron_t1.ppo.sums import Sums, merge
 from megatron_t1.routing.replay import RoutingReplay
-from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch
+from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch, lengths_of
 from megatron_t1.training.samples import Sample
 from megatron_t1.training.schedule import learning_rate
+from megatron_t1.trajectory.layout import TokenLayout
 
 LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Sums]]  # loss sum and metric sums
 TokenReader = Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]  # float32 [n] for each name
@@ -107,6 +109,11 @@ class Engine:
         state = load_checkpoint(directory, self.chunks, self.optimizer)
         self.optimizer_steps = int(state["optimizer_steps"])
 
+    def save(self, directory: Path, version: int, *, relative_to: Path) -> list[WrittenFile]:
+        """A checkpoint of model, optimizer and step counter; complete or absent."""
+        state = {"role": self.role, "version": version, "optimizer_steps": self.optimizer_steps}
+        return save_checkpoint(directory, self.chunks, self.optimizer, state, relative_to=relative_to)
+
     def parameters_changed(self) -> None:
         """Must follow a change of the parameters from outside: a mixed-precision optimizer keeps its own copy."""
         if self.optimizer is not None:
@@ -125,7 +132,7 @@ class Engine:
         )
 
     def micro_batches(self, groups: Iterable[Sequence[Sample]], *, replay: bool | None = None) -> list[MicroBatch]:
-        """One micro-batch for each group of samples of this data-parallel rank."""
+        """One micro-batch for each group of samples of this data-parallel rank. Collective over all ranks."""
         use_routes = self.replaying if replay is None else replay
         sizes = {
             "context_size": parallel_state.get_context_parallel_world_size(),
@@ -135,10 +142,27 @@ class Engine:
             "sequence_parallel": bool(self.transformer.sequence_parallel),
         }
         shape = self.route_shape if use_routes and self.replay.layers else None
+        groups = [list(group) for group in groups]
+        if self._needs_equal_shapes:
+            sizes["total_multiple"] = self._largest_total(groups, sizes)
         return [
             build_micro_batch(group, layout_sizes=sizes, route_shape=shape, device=self.backend.device)
             for group in groups
         ]
+
+    @property
+    def _needs_equal_shapes(self) -> bool:
+        """Megatron's all-gather dispatcher takes every rank to have as many tokens as itself, and interleaved stages
+        every micro-batch to be as long as the first."""
+        layout = self.config.layout
+        return layout.dispatcher == "allgather" or layout.virtual_pipeline > 1
+
+    def _largest_total(self, groups: list[list[Sample]], sizes: dict[str, int | bool]) -> int:
+        """Positions of the longest micro-batch of any rank; the others are padded to it."""
+        own = max(TokenLayout(lengths_of(group), **sizes).total for group in groups)
+        largest = torch.tensor(own, device=self.backend.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
     # -- passes -------------------------------------------------------------------------------------------------
 

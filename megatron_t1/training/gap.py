@@ -46,7 +46,8 @@ def _score(
         rows = [sample.fields[name] for group in groups for sample in group]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *rows]))
 
-    sums, maxima = logprob_gap(joined(field), joined("sampler_logprobs"))
+    device = context.backend.device  # where the group communicates
+    sums, maxima = logprob_gap(joined(field).to(device), joined("sampler_logprobs").to(device))
     metrics = token_sums.means(token_sums.reduce(sums, context.replicas))
     for name, value in maxima.items():
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=context.replicas)
@@ -61,14 +62,13 @@ def _route_difference(context: Context, engine: Engine, groups: list[list[Sample
         return {}
     parts = []
     for batch, native in zip(*_recorded(engine, groups), strict=True):
-        known = batch.routes.mask & torch.from_numpy(~batch.layout.is_padding)
+        known = batch.routes.mask & torch.from_numpy(~batch.layout.is_padding).to(batch.routes.mask.device)
         if not batch.samples:
             known = torch.zeros_like(known)
         parts.append(route_difference(batch.routes.routes, native, known))
-    return {
-        f"gap/{name}": value
-        for name, value in token_sums.means(token_sums.reduce(token_sums.merge(parts), context.replicas)).items()
-    }
+    own = {name: pair.to(context.backend.device) for name, pair in token_sums.merge(parts).items()}
+    shared = token_sums.reduce(own, context.replicas)
+    return {f"gap/{name}": value for name, value in token_sums.means(shared).items()}
 
 
 def _recorded(engine: Engine, groups: list[list[Sample]]) -> tuple[list, list[torch.Tensor]]:

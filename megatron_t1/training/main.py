@@ -59,7 +59,7 @@ def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[s
     from megatron_t1.training.context import Context
 
     config.model.architecture = architecture_from_hf(config.model.path)
-    initialize_parallel(config.layout, backend, config.run.seed)
+    initialize_parallel(config.layout, backend, config.run.seed, architecture=config.model.architecture)
     start_s = time.perf_counter() - started
     for role in roles:
         context = Context(config, backend, iteration)

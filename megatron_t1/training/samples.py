@@ -6,6 +6,7 @@ shifted against another one: positions are only assigned in `batch.py`, by the l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,14 @@ import numpy as np
 
 from megatron_t1 import atomic
 from megatron_t1.config.schema import Config
-from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.routing.validation import validate_routes
 from megatron_t1.trajectory.record import Trajectory
-from megatron_t1.trajectory.selection import select
+from megatron_t1.trajectory.selection import demonstrates, select
 from megatron_t1.trajectory.sidecar import Sidecar
 from megatron_t1.trajectory.store import RolloutStore
+
+DEMONSTRATIONS_MANIFEST = "demonstrations.json"  # written by rollout.demonstrate
 
 
 @dataclass
@@ -75,11 +78,11 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
     """Trainable trajectories of a rollout, in the order of their ids.
 
     Args:
-        model_facts: fields of the sampling contract that the model in training fixes.
+        model_facts: fields of the sampling contract that the model in training fixes, and its vocab_size.
 
     Raises:
         IncompleteError: the rollout is missing or holds nothing to train on.
-        MismatchError: it was sampled under another contract.
+        MismatchError: it was sampled under another contract, or has ids the model doesn't know.
         T1Error: routes that don't fit the model, or missing while replay is on (miles#407).
     """
     if not directory.is_dir():
@@ -106,6 +109,7 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
                 remedy="demonstrations belong to `t1 train sft`",
             )
         trajectory.header.contract.require_equal(expected, where=where)
+        _require_known_ids(trajectory, model_facts.get("vocab_size", 0), where)
         if needs_routes:
             if trajectory.routes is None:
                 raise T1Error(
@@ -122,14 +126,61 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
     return SampleSet([Sample.of(trajectory) for trajectory in selection.kept], selection.counts)
 
 
-def load_demonstrations(directory: Path) -> list[Sample]:
-    store = RolloutStore(directory)
-    samples = [Sample.of(trajectory) for trajectory in store] if directory.is_dir() else []
+def load_demonstrations(directory: Path, *, vocab_size: int = 0, tokenizer_sha256: str = "") -> list[Sample]:
+    """Demonstrations in the order of their ids.
+
+    Args:
+        vocab_size, tokenizer_sha256: of the model in training; not compared where they aren't given.
+
+    Raises:
+        IncompleteError: there are none.
+        MismatchError: they were written with another tokenizer.
+        T1Error: a record that demonstrates nothing.
+    """
+    _require_same_tokenizer(directory, tokenizer_sha256)
+    samples = []
+    for trajectory in RolloutStore(directory):
+        where = f"{directory}, trajectory {trajectory.header.trajectory_id}"
+        if demonstrates(trajectory) is not None:
+            raise T1Error(
+                "the record has no demonstration token",
+                where=where,
+                remedy="train.sft.demonstrations names what `t1 tasks demonstrate` wrote; rollouts belong to PPO",
+            )
+        _require_known_ids(trajectory, vocab_size, where)
+        samples.append(Sample.of(trajectory))
     if not samples:
         raise IncompleteError(
             "no demonstrations found", where=str(directory), remedy="make them with `t1 tasks demonstrate`"
         )
     return samples
+
+
+def _require_same_tokenizer(directory: Path, tokenizer_sha256: str) -> None:
+    """Compare with what `t1 tasks demonstrate` noted beside the records, where it did."""
+    path = directory / DEMONSTRATIONS_MANIFEST
+    if not tokenizer_sha256 or not path.is_file():
+        return
+    try:
+        found = json.loads(path.read_text())["tokenizer_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IncompleteError(f"the manifest can't be read: {error}", where=str(path)) from error
+    if found != tokenizer_sha256:
+        raise MismatchError(
+            f"the demonstrations were written with tokenizer {found}, the model has {tokenizer_sha256}",
+            where=str(path),
+            remedy="make demonstrations with this model: `t1 tasks demonstrate model.path=...`",
+        )
+
+
+def _require_known_ids(trajectory: Trajectory, vocab_size: int, where: str) -> None:
+    largest = int(trajectory.ids.argmax())
+    if vocab_size and trajectory.ids[largest] >= vocab_size:
+        raise MismatchError(
+            f"token {largest} is {trajectory.ids[largest]}, the model has {vocab_size} tokens",
+            where=where,
+            remedy="train the model whose tokenizer wrote it",
+        )
 
 
 def attach(samples: Iterable[Sample], sidecar: Sidecar, names: Sequence[str]) -> None:
@@ -140,7 +191,12 @@ def attach(samples: Iterable[Sample], sidecar: Sidecar, names: Sequence[str]) ->
     """
     for sample in samples:
         for name in names:
-            sample.fields[name] = sidecar.array(sample.key, name, sample.loss_tokens)
+            try:
+                sample.fields[name] = sidecar.array(sample.key, name, sample.loss_tokens)
+            except IncompleteError as error:
+                raise IncompleteError(
+                    error.problem, where=f"{error.where}, trajectory {sample.name}", remedy=error.remedy
+                ) from error
 
 
 def tokenizer_digest(model_dir: Path) -> str:

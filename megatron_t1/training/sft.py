@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from megatron_t1.errors import ConfigError
-from megatron_t1.model.checkpoint import save_checkpoint
 from megatron_t1.model.convert import export_hf, load_hf
 from megatron_t1.phase import PhaseResult
 from megatron_t1.ppo.sums import Sums, means, weighted
@@ -32,7 +31,10 @@ def run_sft(context: Context) -> PhaseResult:
     config = context.config
     options = config.train.sft
     with context.timed("load_demonstrations"):
-        samples = load_demonstrations(Path(options.demonstrations))
+        facts = context.contract_facts()
+        samples = load_demonstrations(
+            Path(options.demonstrations), vocab_size=facts["vocab_size"], tokenizer_sha256=facts["tokenizer_sha256"]
+        )
         held_out, training = split_holdout(samples, options.holdout)
     with context.timed("load_model"):
         engine = Engine(config, context.backend, "policy", options, replay=False, aux_loss_coef=options.aux_loss_coef)
@@ -80,13 +82,7 @@ def run_sft(context: Context) -> PhaseResult:
     )
     model = context.paths.root / "model"
     with context.timed("save"):
-        files = save_checkpoint(
-            context.paths.checkpoint("sft", 1),
-            engine.chunks,
-            engine.optimizer,
-            {"role": "sft", "version": 1, "optimizer_steps": engine.optimizer_steps},
-            relative_to=context.paths.root,
-        )
+        files = engine.save(context.paths.checkpoint("sft", 1), 1, relative_to=context.paths.root)
     with context.timed("export"):
         exported = export_hf(
             engine.chunks, model, context.start_model, config.model.dtype, relative_to=context.paths.root

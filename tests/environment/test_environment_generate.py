@@ -103,6 +103,13 @@ def test_demonstrations_avoid_the_sets_and_are_imperfect():
     assert 100 < differing < 350
 
 
+def test_a_share_of_demonstrations_is_long():
+    config = GenerateConfig(pool="small", train=0, held_out=0, demonstration_long_share=0.25)
+    parts = [task.instruction.count(" ; ") + 1 for task, _ in demonstration_tasks(config, 0, 1000)]
+    assert set(parts) == {1, 2, 3, 4}
+    assert 190 < sum(count > 2 for count in parts) < 310
+
+
 def test_bad_options_are_listed_together():
     config = GenerateConfig(pool="huge", families=["create", "fly"], min_parts=3, max_parts=2, train=-1)
     with pytest.raises(ConfigError) as caught:

@@ -10,6 +10,7 @@ from loop_commands import dummy_command
 
 from megatron_t1.config.compose import save
 from megatron_t1.errors import T1Error
+from megatron_t1.loop import launcher as launcher_module
 from megatron_t1.loop.launcher import PhaseCommand, Stopped, last_lines, require_success
 from megatron_t1.loop.local import LocalLauncher
 from megatron_t1.loop.processes import start_ticks
@@ -148,3 +149,11 @@ def test_torchrun_names_the_first_failing_rank(config, tmp_path, monkeypatch):
     with pytest.raises(T1Error, match="first failing rank: 1.*\n.*the frobnicator is missing"):
         require_success(result, command)
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize(("place", "passed_on"), [("checkout", True), ("lib/python3.11/site-packages", False)])
+def test_an_installation_is_not_put_on_the_path_of_other_environments(tmp_path, monkeypatch, place, passed_on):
+    root = tmp_path / place
+    monkeypatch.setattr(launcher_module, "__file__", str(root / "megatron_t1" / "loop" / "launcher.py"))
+    path = launcher_module._with_package_path({"PYTHONPATH": "/mine"})["PYTHONPATH"].split(":")
+    assert path == ([str(root), "/mine"] if passed_on else ["/mine"])

@@ -120,8 +120,15 @@ class VirtualCluster:
         return int(done.stdout.strip().partition(";")[0])
 
     def state(self, job: int) -> str:
+        return self._shown(job, "JobState")
+
+    def exit_code(self, job: int) -> str:
+        """`status:signal` of the batch script."""
+        return self._shown(job, "ExitCode")
+
+    def _shown(self, job: int, field: str) -> str:
         for word in self.output("scontrol", "show", "job", str(job), "-o").split():
-            if word.startswith("JobState="):
+            if word.startswith(f"{field}="):
                 return word.partition("=")[2]
         return "UNKNOWN"
 

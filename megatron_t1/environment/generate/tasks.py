@@ -21,6 +21,7 @@ from megatron_t1.errors import ConfigError, T1Error
 SEPARATOR = " ; "  # between the instructions of the parts
 DIFFICULTIES = {1: "easy", 2: "easy", 3: "medium", 4: "hard"}
 DEMONSTRATION_PARTS = (1, 2)
+LONG_DEMONSTRATION_PARTS = (3, 4)  # of the share that `demonstration_long_share` asks for
 SKIPPED_SHARE = 0.1  # parts that a demonstration of several leaves out, scaled by demonstration_noise
 AGENT_TIMEOUT_S, VERIFIER_TIMEOUT_S = 120.0, 30.0
 MAX_TRIES = 1000
@@ -60,6 +61,8 @@ def chosen_families(config: GenerateConfig) -> tuple[str, ...]:
             problems.append(f"generate.{name}={getattr(config, name)} is negative")
     if config.demonstration_noise < 0:
         problems.append(f"generate.demonstration_noise={config.demonstration_noise} is negative")
+    if not 0.0 <= config.demonstration_long_share <= 1.0:
+        problems.append(f"generate.demonstration_long_share={config.demonstration_long_share} isn't in 0 to 1")
     if problems:
         raise ConfigError("; ".join(problems), where="generate", remedy="correct these options")
     return families
@@ -112,7 +115,7 @@ def plan_sets(config: GenerateConfig, seed: int) -> tuple[list[GeneratedTask], l
 def demonstration_tasks(
     config: GenerateConfig, seed: int, count: int | None = None
 ) -> Iterator[tuple[Task, list[str]]]:
-    """Tasks of one or two parts with the commands of a scripted, imperfect agent.
+    """Tasks of one or two parts (a share of three or four) with the commands of a scripted, imperfect agent.
 
     A part gets a wrong command with its family's probability, or is left out; both are scaled by
     `demonstration_noise`. No task has the content of a train or held-out task of the same options and seed.
@@ -127,7 +130,9 @@ def demonstration_tasks(
     made, index = 0, 0
     while made < count:
         rng = random.Random(f"{seed}/demonstration/{index}")
-        generated = make_task(f"demonstration-{index:06d}", rng, pool, families, rng.choice(DEMONSTRATION_PARTS))
+        long = rng.random() < config.demonstration_long_share
+        parts = rng.choice(LONG_DEMONSTRATION_PARTS if long else DEMONSTRATION_PARTS)
+        generated = make_task(f"demonstration-{index:06d}", rng, pool, families, parts)
         index += 1
         if generated.fingerprint not in taken:
             made += 1

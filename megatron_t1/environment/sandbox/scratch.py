@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_t1.environment.sandbox.root import remove_tree
+from megatron_t1.errors import T1Error
 
 PREFIX = "t1-sandbox-"
 LOCK = "lock"
@@ -39,13 +40,24 @@ class ScratchDirectory:
 
 
 def reachable(directory: str | Path | None, owner: int | None) -> str:
-    """`directory` (made if missing) when the sandbox's host user may pass through it, else the temporary directory."""
-    if not directory:
-        return tempfile.gettempdir()
-    path = Path(directory).resolve()
-    path.mkdir(parents=True, exist_ok=True)
-    closed = owner is not None and any(not folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
-    return tempfile.gettempdir() if closed else str(path)
+    """`directory` (made if missing), or else a temporary directory: the first that the sandbox's host user may enter.
+
+    A job's own TMPDIR often admits nobody else.
+
+    Raises:
+        T1Error: there is none.
+    """
+    if directory:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    candidates = [Path(path).resolve() for path in (directory, tempfile.gettempdir(), "/tmp", "/var/tmp") if path]
+    for path in candidates:
+        if owner is None or all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents)):
+            return str(path)
+    raise T1Error(
+        "the user that sandboxes run as can enter none of these directories",
+        where=", ".join(map(str, candidates)),
+        remedy="name one with env.sandbox.scratch_dir that everybody may enter (chmod o+x, also above it)",
+    )
 
 
 def remove_abandoned(base: str) -> int:

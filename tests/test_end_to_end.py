@@ -1,0 +1,381 @@
+"""The whole loop on its real parts at the smallest size: tasks, sandboxes, vLLM, Megatron over two processes, disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_t1.loop.manifest import Manifest
+from megatron_t1.loop.steps import all_steps
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs
+from megatron_t1.report.metrics import read_metrics
+from megatron_t1.trajectory.record import Origin
+from megatron_t1.trajectory.store import RolloutStore
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "T1_TEST_MARK"
+SIZES = (
+    "generate.train=12 generate.held_out=6 generate.demonstrations=150 generate.workers=4 "
+    "train.sft.tokens=5000 train.sft.holdout=10 train.critic.minibatches=2 train.critic.warmup_epochs=1 "
+    "loop.warmup_iterations=1 loop.iterations=1 rollout.tasks_per_iteration=4 rollout.samples_per_task=3 "
+    "rollout.seeded=true rollout.engine.chunked_prefill=false rollout.engine.omp_threads=1 eval.attempts=2"
+).split()
+
+
+class Workshop:
+    """One directory in which `t1` is used; every process started from here carries a mark."""
+
+    def __init__(self, directory: Path):
+        self.directory, self.mark = directory, uuid.uuid4().hex
+        # Episodes run as another user, who may not pass through pytest's own directories.
+        self.scratch = Path(tempfile.gettempdir()) / f"t1-test-{self.mark}"
+        self.scratch.mkdir(mode=0o711)
+        self.options = [
+            "experiment=quickstart", *SIZES,
+            f"generate.out={directory}/tasks", f"env.tasks={directory}/tasks/train",
+            f"eval.tasks={directory}/tasks/held_out", f"train.sft.demonstrations={directory}/demonstrations",
+        ]  # fmt: skip
+
+    def start(self, *words: str) -> subprocess.Popen:
+        # To a file: a pipe that nobody reads would stop the loop.
+        self.output = self.directory / f"output.{uuid.uuid4().hex[:8]}"
+        with open(self.output, "wb") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "megatron_t1.cli", *words],
+                cwd=self.directory,
+                env={**os.environ, "PYTHONPATH": str(ROOT), MARK: self.mark, "TMPDIR": str(self.scratch)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def t1(self, *words: str, status: int = 0, timeout_s: float = 400.0) -> str:
+        """Output of a finished command, which must end with `status` and leave no process."""
+        process = self.start(*words)
+        try:
+            process.wait(timeout_s)
+        finally:
+            process.kill()
+        said = self.output.read_text()
+        assert process.returncode == status, f"t1 {' '.join(words)}: status {process.returncode}\n{said[-4000:]}"
+        assert "Traceback" not in said
+        self.no_process_is_left()
+        return said
+
+    def run(self, name: str, *more: str, status: int = 0) -> str:
+        return self.t1(*self.run_words(name), *more, status=status)
+
+    def run_words(self, name: str) -> list[str]:
+        return ["run", *self.options, f"model.path={self.directory}/sft/model", f"run.dir={self.directory}/{name}"]
+
+    def processes(self) -> list[str]:
+        """Command lines of what runs with the mark, or from this directory."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join(process.cmdline())
+                if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    places = (str(self.directory), str(self.scratch))
+                    if process.environ().get(MARK) == self.mark or any(place in words for place in places):
+                        found.append(f"{process.pid} {words[:150]}")
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def no_process_is_left(self) -> None:
+        wait_until(lambda: not self.processes(), 30, lambda: "\n".join(self.processes()))
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, explain: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain\n{explain()}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """Tasks, demonstrations, and a start model that has seen a few of them."""
+    place = Workshop(tmp_path_factory.mktemp("end_to_end"))
+    base = f"model.path={place.directory}/start"
+    place.t1("tasks", "generate", *place.options)
+    place.t1("model", "init", *place.options, base)
+    place.t1("tasks", "demonstrate", *place.options, base)
+    said = place.t1("train", "sft", *place.options, base, f"run.dir={place.directory}/sft")
+    assert "held-out loss" in said
+    yield place
+    shutil.rmtree(place.scratch)
+
+
+@pytest.fixture(scope="module")
+def finished(workshop) -> RunPaths:
+    """A run from start to end, critic, actor and export in one process group."""
+    said = workshop.run("run")
+    assert "done:" in said
+    return RunPaths.of(workshop.directory / "run")
+
+
+def records(directory: Path) -> dict[str, str]:
+    """id -> digest of what was played, as it lies there."""
+    store = RolloutStore(directory)
+    return {name: store.load(name, verify=True).digest for name in store.ids()}
+
+
+def played(directory: Path) -> dict[str, list[int]]:
+    return {record.header.trajectory_id: record.ids.tolist() for record in RolloutStore(directory)}
+
+
+def test_a_run_leaves_what_it_says(workshop, finished):
+    manifest = Manifest.read(finished.manifest)
+    expected = [
+        (0, "evaluation"), (0, "rollout"), (0, "critic"),
+        (1, "rollout"), (1, "critic"), (1, "actor"), (1, "export"), (2, "evaluation"),
+    ]  # fmt: skip
+    assert [step.key for step in manifest.finished] == expected
+    assert all(step.attempts == 1 for step in manifest.finished)
+    lines = read_metrics(finished.root)
+    assert [(line["iteration"], line["phase"]) for line in lines] == expected
+    metrics = {key: line["metrics"] for key, line in zip(expected, lines, strict=True)}
+    for iteration, phase in expected:
+        result = PhaseResult.read(finished.phase(iteration, phase))
+        assert missing_outputs(result, finished.root, digests=True) == []
+    for iteration in (0, 1):
+        assert metrics[iteration, "rollout"]["rollout/episodes"] == 12
+        assert metrics[iteration, "critic"]["critic/value_loss"] > 0
+        trained = RolloutStore(finished.rollouts(iteration))
+        assert {record.header.policy_versions[0] for record in trained} == {0}
+        assert metrics[iteration, "critic"]["batch/loss_tokens"] == sum(
+            (record.origin == Origin.SAMPLED).sum() for record in trained
+        )
+    actor = metrics[1, "actor"]
+    assert actor["gap/logprob_gap_replay"] < 2e-6  # fp32 sampler and trainer agree on every sampled token
+    assert actor["actor/optimizer_steps"] == 2 and abs(actor["actor/ratio"] - 1) < 0.1
+    # The export is what vLLM sampled the last evaluation with.
+    for policy in (0, 1):
+        summary = json.loads((finished.evaluation(policy) / "summary.json").read_text())
+        assert summary["policy"] == policy
+        versions = {v for record in RolloutStore(finished.evaluation(policy)) for v in record.header.policy_versions}
+        assert versions == {policy}
+    assert metrics[2, "evaluation"]["evaluation/episodes"] == 12
+    assert not (finished.root / "loop.lock").exists()
+    assert "nothing is left to do" in workshop.run("run")
+
+
+def test_show_and_transcript(workshop, finished):
+    said = workshop.t1("show", str(finished.root))
+    for what in ("rollouts", "updates", "evaluations on held-out tasks", "warm-up", "where the time went"):
+        assert what in said
+    listed = workshop.t1("show", str(finished.root), "--trajectories")
+    name = RolloutStore(finished.rollouts(1)).ids()[0]
+    assert name in listed
+    transcript = workshop.t1("show", str(finished.root), "--trajectory", name)
+    assert name in transcript and "checks" in transcript
+    assert "B - A" in workshop.t1("compare", str(finished.root))
+
+
+@pytest.fixture
+def before_critic(finished, workshop):
+    """A copy of the run as it was before the critic phase of iteration 1."""
+    copy = RunPaths.of(workshop.directory / "by_hand")
+    shutil.copytree(finished.root, copy.root)
+    manifest = Manifest.read(copy.manifest)
+    manifest.finished = manifest.finished[:4]
+    manifest.write(copy.manifest)
+    for iteration, phase in ((1, "critic"), (1, "actor"), (1, "export"), (2, "evaluation")):
+        shutil.rmtree(copy.phase(iteration, phase))
+    for directory in (copy.values(1), copy.checkpoint("critic", 2), copy.root / "checkpoints/actor", copy.root / "hf"):
+        shutil.rmtree(directory)
+    yield copy
+    shutil.rmtree(copy.root)
+
+
+def test_phases_by_hand_give_what_the_loop_got(workshop, finished, before_critic):
+    here = f"run.dir={before_critic.root}"
+    tokenizer = workshop.directory / "sft/model/tokenizer.json"
+    original = tokenizer.read_text()
+    tokenizer.write_text(original + " ")
+    try:
+        said = workshop.t1("train", "critic", here, "iteration=1", status=1)
+    finally:
+        tokenizer.write_text(original)
+    assert "tokenizer_sha256: the rollout has" in said and "remedy:" in said
+    for words, phase in ((("train", "critic"), "critic"), (("train", "actor"), "actor"), (("export",), "export")):
+        workshop.t1(*words, here, "iteration=1")
+        by_loop, by_hand = (PhaseResult.read(paths.phase(1, phase)) for paths in (finished, before_critic))
+        assert by_hand.metrics == pytest.approx(by_loop.metrics, rel=1e-12)
+        compared = [
+            (one.path, one.sha256, other.sha256)
+            for one, other in zip(by_loop.outputs, by_hand.outputs, strict=True)
+            if one.path.startswith(("values/", "hf/"))
+        ]
+        assert bool(compared) == (phase != "actor")
+        assert all(one == other for _, one, other in compared)
+    shard = next(path for path in before_critic.checkpoint("actor", 1).iterdir() if path.suffix == ".distcp")
+    os.truncate(shard, shard.stat().st_size - 1)
+    said = workshop.t1("export", here, "iteration=1", status=1)
+    assert shard.name in said and "bytes, expected" in said
+
+
+class Killed:
+    """A run whose loop is killed in every kind of phase, and whose engine once."""
+
+    def __init__(self, workshop: Workshop, name: str):
+        self.workshop, self.name = workshop, name
+        self.paths = RunPaths.of(workshop.directory / name)
+        self.kept: dict[Path, dict[str, str]] = {}
+        self.words = [*workshop.run_words(name), "loop.colocate_roles=false"]
+
+    def until(self, condition: Callable[[], object]) -> subprocess.Popen:
+        """Start the loop and wait for a moment of it."""
+        loop = self.workshop.start(*self.words)
+        output = self.workshop.output
+        try:
+            wait_until(lambda: condition() or loop.poll() is not None, 300, lambda: output.read_text()[-3000:])
+            assert loop.poll() is None, output.read_text()[-3000:]
+        except BaseException:
+            loop.kill()
+            raise
+        return loop
+
+    def kill_in(self, iteration: int, phase: str, condition: Callable[[], object]) -> None:
+        directory = self.paths.phase(iteration, phase)
+        loop = self.until(lambda: (directory / "launch.json").exists() and condition())
+        assert not (directory / RESULT_FILE).exists()
+        os.kill(loop.pid, signal.SIGKILL)
+        loop.wait()
+        self.workshop.no_process_is_left()
+        assert (iteration, phase) not in Manifest.read(self.paths.manifest).keys
+        self.remember()
+
+    def remember(self) -> None:
+        for directory in [*self.paths.root.glob("rollouts/*"), *self.paths.root.glob("evaluations/*")]:
+            self.kept[directory] = {**self.kept.get(directory, {}), **records(directory)}
+
+
+def count(directory: Path) -> int:
+    return len(list(directory.glob("*.safetensors")))
+
+
+def test_killed_in_every_phase_it_ends_as_if_undisturbed(workshop, finished):  # slime#1558 vllm#55510 AReaL#622
+    killed = Killed(workshop, "killed")
+    paths = killed.paths
+    killed.kill_in(0, "evaluation", lambda: count(paths.evaluation(0)) >= 3)
+    assert 3 <= len(killed.kept[paths.evaluation(0)]) < 12
+    killed.kill_in(0, "critic", lambda: list(paths.phase(0, "critic").glob("logs/attempt_1/*/attempt_0/1/*.log")))
+    assert len(killed.kept[paths.rollouts(0)]) == 12
+
+    def engine() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join(process.cmdline())
+                if process.environ().get(MARK) == workshop.mark and "api_server" in words and "supervisor" not in words:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    loop = killed.until(lambda: count(paths.rollouts(1)) >= 2)
+    before = set(Manifest.read(paths.manifest).keys)
+    engine()[0].kill()
+    assert loop.wait(60) == 1
+    said = workshop.output.read_text()
+    assert said.count("status 137") == 1 and "Traceback" not in said  # said once
+    assert "remedy:" in said and "start the same command again" in said
+    workshop.no_process_is_left()
+    assert set(Manifest.read(paths.manifest).keys) == before
+    killed.remember()
+    assert 2 <= len(killed.kept[paths.rollouts(1)]) < 12
+
+    # When the values are written but not the critic, when the actor is being saved, and when an export just begins.
+    killed.kill_in(1, "critic", lambda: count(paths.values(1)) == 2)
+    killed.kill_in(1, "actor", lambda: any((paths.root / "checkpoints").glob("actor/*")))
+    killed.kill_in(1, "export", lambda: True)
+    said = workshop.t1(*killed.words)
+    assert "done:" in said
+
+    manifest = Manifest.read(paths.manifest)
+    assert [step.key for step in manifest.finished] == [key for step in all_steps_of(manifest) for key in step]
+    for step in manifest.finished:
+        result = PhaseResult.read(paths.phase(*step.key))
+        assert missing_outputs(result, paths.root, digests=True) == []
+    keys = [(line["iteration"], line["phase"]) for line in read_metrics(paths.root)]
+    assert sorted(keys) == sorted(step.key for step in manifest.finished)
+    for directory, digests in killed.kept.items():
+        found = records(directory)
+        assert digests.items() <= found.items() and len(found) == 12
+    # Sampling is seeded: an undisturbed run plays the same episodes, and trains the same critic on them.
+    for iteration in (0, 1):
+        assert played(paths.rollouts(iteration)) == played(finished.rollouts(iteration))
+    for phase in ("critic", "actor"):
+        one, other = (PhaseResult.read(where.phase(1, phase)).metrics for where in (paths, finished))
+        chosen = [f"{phase}/optimizer_steps", f"{phase}/learning_rate", "batch/loss_tokens", "batch/mean_reward"]
+        assert [one[name] for name in chosen] == [other[name] for name in chosen]
+        assert one[f"{phase}/grad_norm"] == pytest.approx(other[f"{phase}/grad_norm"], rel=1e-3)
+
+
+def all_steps_of(manifest: Manifest) -> list[list[tuple[int, str]]]:
+    from megatron_t1.config.schema import LoopConfig
+
+    options = {key.removeprefix("loop."): value for key, value in manifest.config.items() if key.startswith("loop.")}
+    return [step.keys for step in all_steps(LoopConfig(**options))]
+
+
+def test_a_port_in_use_is_named(workshop):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = workshop.run("port", f"rollout.engine.port={port}", status=1)
+    assert said.count(f"port {port} is in use") == 1 and "remedy:" in said
+
+
+def test_a_task_without_verifier_is_named(workshop):
+    broken = workshop.directory / "broken_tasks"
+    shutil.copytree(workshop.directory / "tasks/train", broken)
+    task = sorted(path for path in broken.iterdir() if path.is_dir())[2]
+    shutil.rmtree(task / "tests")
+    said = workshop.run("verifier", f"env.tasks={broken}", status=1)
+    assert task.name in said and "test" in said and "remedy:" in said
+    assert "starting the engine" not in said  # although an evaluation comes first
+
+
+def test_another_configuration_doesnt_touch_a_finished_run(workshop, finished):
+    before = finished.manifest.read_bytes()
+    said = workshop.run("run", "train.actor.lr=0.5", "rollout.tempurature=2", status=2)
+    assert "tempurature" in said and "near: " in said
+    said = workshop.run("run", "train.actor.lr=0.5", status=1)
+    assert "train.actor.lr: the run has 0.0003, now 0.5" in said
+    assert finished.manifest.read_bytes() == before
+
+
+@pytest.fixture
+def small_disk(workshop):
+    """A file system of 64 MiB."""
+    place = workshop.directory / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "t1", place]).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_is_named_before_anything_starts(workshop, small_disk):
+    said = workshop.run("disk", status=1)
+    assert "disk is too full" in said and "0.06 GiB free" in said and "finished steps are kept" in said

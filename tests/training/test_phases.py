@@ -1,0 +1,258 @@
+"""The phases in a lone process: what they write, count and refuse."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error
+from megatron_t1.paths import RunPaths
+from megatron_t1.trajectory.record import EndReason
+from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
+from megatron_t1.trajectory.store import RolloutStore
+from tests.tiny_model import ARCHITECTURE, write_hf
+from tests.training.synthetic import episode, save_config
+from tests.training.weights import parameters, tree_digest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(backend):
+    """Run one phase of one iteration: run("critic", config, 0)."""
+    from megatron_t1.training.context import Context
+    from megatron_t1.training.main import _phase
+
+    return lambda role, config, iteration=0: _phase(role)(Context(config, backend, iteration))
+
+
+def copy_of(config, name: str):
+    """The same run in another directory, with all its files."""
+    other = replace(config, run=replace(config.run, dir=str(Path(config.run.dir).with_name(name))))
+    shutil.copytree(config.run.dir, other.run.dir)
+    save_config(other)
+    return other
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def test_warmup_leaves_the_actor_alone(make_run, run, model):  # verl#1209
+    config = make_run(warmup=2)
+    before = tree_digest(model)
+    for iteration in (0, 1):
+        result = run("critic", config, iteration)
+        assert all(file.path.startswith(("checkpoints/critic/", "values/")) for file in result.outputs)
+    assert tree_digest(model) == before
+    root = RunPaths.of(config.run.dir).root
+    assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["critic"]
+    assert not (root / "hf").exists()
+
+
+def test_each_role_counts_its_own_steps(make_run, run):  # NeMo-RL#4213
+    config = make_run(warmup=1)
+    config.train.actor = replace(config.train.actor, lr=1e-3, decay="linear", decay_steps=10, minibatches=2)
+    config.train.critic = replace(config.train.critic, lr=1e-3, decay="linear", decay_steps=10, minibatches=2)
+    warm = run("critic", config, 0)  # 2 warm-up epochs
+    assert warm.metrics["critic/optimizer_steps"] == 4
+    assert warm.metrics["critic/learning_rate"] == pytest.approx(1e-3 * np.mean([1.0, 0.9, 0.8, 0.7]))
+    critic, actor = run("critic", config, 1), run("actor", config, 1)
+    assert critic.metrics["critic/optimizer_steps"] == 6
+    assert critic.metrics["critic/learning_rate"] == pytest.approx(1e-3 * np.mean([0.6, 0.5]))
+    assert actor.metrics["actor/optimizer_steps"] == 2
+    assert actor.metrics["actor/learning_rate"] == pytest.approx(1e-3 * np.mean([1.0, 0.9]))
+
+
+def test_going_on_from_checkpoints_is_running_on(make_run, run, backend, monkeypatch):  # slime#1558
+    """Iteration 1 with models loaded from iteration 0's checkpoints, and with those that were never unloaded."""
+    from megatron_t1.training import actor, critic
+    from megatron_t1.training.context import Context
+
+    config = make_run()
+    config.train.critic = replace(config.train.critic, warmup_steps=5)
+    config.train.actor = replace(config.train.actor, warmup_steps=5, decay="cosine", decay_steps=20)
+    kept = {}
+    load_critic, load_actor = critic._load, actor.load_actor
+    monkeypatch.setattr(critic, "_load", lambda *a: kept.setdefault("critic", load_critic(*a)))
+    monkeypatch.setattr(actor, "load_actor", lambda *a, **k: kept.setdefault("actor", load_actor(*a, **k)))
+    for role in ("critic", "actor"):
+        run(role, config, 0)
+    resumed = copy_of(config, "resumed")
+    monkeypatch.setattr(critic, "_load", lambda *a: (kept["critic"][0], []))
+    running_on = {role: run(role, config, 1) for role in ("critic", "actor")}
+    monkeypatch.setattr(critic, "_load", load_critic)
+    monkeypatch.setattr(actor, "load_actor", load_actor)
+    for role in ("critic", "actor"):
+        again = run(role, resumed, 1)
+        assert again.metrics == pytest.approx(running_on[role].metrics, rel=1e-12), role
+        assert again.metrics[f"{role}/optimizer_steps"] == 4
+        one, other = (parameters(which, backend, role, 2) for which in (resumed, config))
+        assert torch.equal(one, other)
+    assert Context(resumed, backend, 1).counters.policy == 1
+
+
+def test_a_repeated_phase_gives_the_same_bits(make_run, run, backend):
+    config = make_run()
+    run("critic", config)
+    values = tree_digest(RunPaths.of(config.run.dir).values(0))
+    first = run("actor", config)
+    weights = parameters(config, backend, "actor", 1)
+    repeated = run("critic", config)
+    assert tree_digest(RunPaths.of(config.run.dir).values(0)) == values
+    assert repeated.metrics["critic/optimizer_steps"] == 2
+    assert run("actor", config).metrics == first.metrics
+    assert torch.equal(parameters(config, backend, "actor", 1), weights)
+
+
+def test_what_is_never_read_changes_nothing(make_run, run, backend):
+    """Poison in the routes of last tokens, in excluded episodes, and in what an earlier attempt left behind."""
+    config = make_run()
+    clean = {role: run(role, config).metrics for role in ("critic", "actor")}
+    weights = parameters(config, backend, "actor", 1)
+    poisoned = copy_of(config, "poisoned")
+    paths = RunPaths.of(poisoned.run.dir)
+    records = list(RolloutStore(RunPaths.of(config.run.dir).rollouts(0)))
+    shutil.rmtree(paths.rollouts(0))
+    changed = []
+    for record in records:
+        routes = record.routes.copy()
+        routes[-1] = 0
+        changed.append(replace(record, routes=routes))
+    lost = episode("zzz-0", agreed=records[0].header.contract, end_reason=EndReason.SANDBOX_LOST, reward={"total": 1e9})
+    RolloutStore(paths.rollouts(0)).add_many([*changed, lost])
+    write_sidecar(paths.values(0), 3, {"f" * 64: {"advantages": np.full(2, np.nan, np.float32)}}, ranks=7)
+    shutil.copytree(paths.checkpoint("actor", 1), paths.checkpoint("actor", 1).with_name("iter_0001.partial"))
+    for role in ("critic", "actor"):
+        metrics = run(role, poisoned).metrics
+        assert metrics.pop("batch/excluded") == 1
+        assert metrics == {name: value for name, value in clean[role].items() if name != "batch/excluded"}
+    assert torch.equal(parameters(poisoned, backend, "actor", 1), weights)
+
+
+@pytest.mark.parametrize("correction", ["truncated", "band"])
+def test_recomputed_old_logprobs_with_correction(make_run, run, correction):
+    config = make_run()
+    config.train.actor = replace(
+        config.train.actor, old_logprobs="recomputed", correction=correction, correction_low=0.5, correction_cap=1.5
+    )
+    run("critic", config)
+    metrics = run("actor", config).metrics
+    assert 0 < metrics["actor/effective_sample_share"] < 1
+    assert 0 < metrics["actor/correction_touched"] < 1
+    assert (metrics["actor/correction_rejected"] > 0) == (correction == "band")
+    # The old policy is the trainer's own: the first of two steps starts at a ratio of 1 whatever the sampler said.
+    assert abs(metrics["actor/ratio"] - 1) < 0.05
+    assert metrics["gap/logprob_gap_replay"] > 0.3
+
+    config.train.actor = replace(config.train.actor, old_logprobs="sampler", correction="none")
+    sampler = run("actor", config).metrics
+    assert abs(sampler["actor/ratio"] - 1) > 0.05 and "actor/effective_sample_share" not in sampler
+
+
+def test_no_gap_is_computed_that_nobody_asked_for(make_run, run):
+    config = make_run()
+    config.train.replay.measure_gap = False
+    run("critic", config)
+    assert not [name for name in run("actor", config).metrics if name.startswith("gap/")]
+
+
+def test_values_that_miss_a_record_stop_the_actor(make_run, run):  # miles#1735
+    config = make_run()
+    run("critic", config)
+    paths = RunPaths.of(config.run.dir)
+    with pytest.raises(IncompleteError, match="no sidecar file"):
+        run("actor", config, 1)
+    values = read_sidecar(paths.values(0))
+    kept = {key: {name: array.copy() for name, array in values[key].items()} for key in list(values)[1:]}
+    missing = next(
+        record.header.trajectory_id for record in RolloutStore(paths.rollouts(0)) if record.digest not in kept
+    )
+    shutil.rmtree(paths.values(0))
+    write_sidecar(paths.values(0), 0, kept)
+    with pytest.raises(IncompleteError, match="no entry") as caught:
+        run("actor", config)
+    assert missing in caught.value.where
+    assert not paths.checkpoint("actor", 1).exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_phase(make_run, run):  # verl#498
+    config = make_run()
+    run("critic", config)
+    paths = RunPaths.of(config.run.dir)
+    values = read_sidecar(paths.values(0))
+    broken = {key: {name: np.full_like(array, np.inf) for name, array in values[key].items()} for key in values}
+    shutil.rmtree(paths.values(0))
+    write_sidecar(paths.values(0), 0, broken)
+    with pytest.raises(T1Error, match="gradient norm (nan|inf) in optimizer step 0 of the policy"):
+        run("actor", config)
+    assert not paths.checkpoint("actor", 1).exists()
+
+
+def test_a_trajectory_longer_than_a_micro_batch_is_named(make_run, run):  # ROLL#298
+    config = make_run()
+    config.train.capacity = 20
+    with pytest.raises(T1Error, match=r"task\d-0 with \d+ tokens .* exceeds the capacity of 20"):
+        run("critic", config)
+
+
+def test_another_model_or_its_checkpoint_is_refused(make_run, run, tmp_path):
+    config = make_run()
+    run("critic", config)
+    run("actor", config)
+    other = write_hf(tmp_path / "other", replace(ARCHITECTURE, num_hidden_layers=2))
+    (other / "tokenizer.json").write_text('{"another": 1}')
+    config.model.path, config.model.architecture = str(other), replace(ARCHITECTURE, num_hidden_layers=2)
+    with pytest.raises(MismatchError, match="tokenizer_sha256.*num_moe_layers: the rollout has 4, training has 2"):
+        run("critic", config, 1)
+    with pytest.raises(MismatchError, match="num_hidden_layers: the checkpoint has 4, the model 2"):
+        run("export", config, 0)
+
+
+def test_sft_lowers_the_loss_and_leaves_a_model(make_run, run):
+    config = make_run(rollouts=0)
+    directory = Path(config.run.dir) / "demonstrations"
+    RolloutStore(directory).add_many(episode(f"d{number}-0", demonstration=True, turns=2) for number in range(30))
+    config.train.sft = replace(
+        config.train.sft, demonstrations=str(directory), tokens=3000, tokens_per_step=300, holdout=5, warmup_steps=0
+    )
+    result = run("sft", config)
+    assert result.metrics["sft/loss"] < 0.95 * math.log(ARCHITECTURE.vocab_size)
+    assert result.metrics["sft/tokens"] >= 3000 and result.metrics["sft/demonstrations"] == 25
+    written = Path(config.run.dir) / "model"
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= {path.name for path in written.iterdir()}
+    assert {file.path for file in result.outputs} >= {f"model/{path.name}" for path in written.iterdir()}
+    config.model.path = str(written)
+    assert run("sft", config).metrics["sft/held_out_loss_before"] == pytest.approx(result.metrics["sft/held_out_loss"])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with room for rollouts and values, and not for a checkpoint."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "t1", place]).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_disk_that_fills_up_while_saving_is_named_and_costs_nothing(make_run, run, small_disk):
+    config = make_run("disk/run")
+    with pytest.raises(T1Error, match="No space left on device") as caught:
+        run("critic", config)
+    assert "checkpoints/critic/iter_0001" in caught.value.where and caught.value.remedy
+    paths = RunPaths.of(config.run.dir)
+    assert not paths.checkpoint("critic", 1).exists()
+    assert len(list(RolloutStore(paths.rollouts(0)))) == 9
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    assert run("critic", config).metrics["critic/optimizer_steps"] == 2
+    assert [path.name for path in paths.checkpoint("critic", 1).parent.iterdir()] == ["iter_0001"]
