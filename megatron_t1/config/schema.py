@@ -169,6 +169,7 @@ class RolloutConfig:
     max_context: int = 512  # tokens of one trajectory; must fit train.capacity
     seeded: bool = False  # a seed per trajectory and turn; needs engine.chunked_prefill=false on CPU
     routes: bool = True  # record the experts each token took
+    max_untrusted_share: float = 0.5  # more episodes without a trusted verdict than this fail the phase; ours
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 

@@ -59,6 +59,7 @@ FRACTIONS = (
     "train.gae.lambda_actor",
     "train.gae.lambda_critic",
     "generate.demonstration_long_share",
+    "rollout.max_untrusted_share",
 )
 
 

@@ -25,14 +25,14 @@ from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.engine.command import installed_build
 from megatron_t1.rollout.engine.server import VllmServer
 from megatron_t1.rollout.formats import ChatFormat
-from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, rollout_plan
+from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, give_second_chance, rollout_plan
 from megatron_t1.rollout.policy import Policy, engine_dtype
 from megatron_t1.rollout.pool import make_reward, run_pool, sandboxes
 from megatron_t1.rollout.progress import RolloutProgress
 from megatron_t1.rollout.samplers import EngineSampler
 from megatron_t1.rollout.schedule import share, turn_seed
 from megatron_t1.rollout.signals import run_until_signal
-from megatron_t1.rollout.summary import evaluation_summary, rollout_metrics
+from megatron_t1.rollout.summary import evaluation_summary, require_trusted, rollout_metrics, untrusted_reasons
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.record import Header
 from megatron_t1.trajectory.store import RolloutStore
@@ -135,6 +135,7 @@ async def _run_plan(
     contract = policy.contract(config, chat, installed_build(), temperature=plan.temperature)
     done = finished(store, plan, contract, policy)
     mine = share(plan.attempts, worker, workers)
+    done -= give_second_chance(store, mine)
     pending = [attempt for attempt in mine if attempt.trajectory_id not in done]
     if done:
         print(f"{plan.label}: {len(mine) - len(pending)} of {len(mine)} episodes are there already", flush=True)
@@ -151,9 +152,10 @@ async def _run_plan(
         return PhaseResult(plan.phase, iteration, timings_s=timings)
     with _timed(timings, "waiting"):
         await _wait_for_others(store, plan, config.cluster.phase_timeout_s)
+    headers = store.headers()
+    require_trusted(headers.values(), config.rollout.max_untrusted_share, where=str(plan.directory))
     with _timed(timings, "seal"):
         await asyncio.to_thread(store.seal)
-    headers = store.headers()
     metrics = rollout_metrics(headers.values(), plan.phase)
     if pending:
         metrics |= _speeds(plan, [header for name, header in headers.items() if name not in done], timings)
@@ -162,7 +164,7 @@ async def _run_plan(
     if plan.phase == "evaluation":
         outputs.append(_write_summary(plan, policy, headers.values(), run_dir))
     timings["total"] = time.monotonic() - began
-    _say_result(plan, metrics)
+    _say_result(plan, metrics, untrusted_reasons(headers.values()))
     return PhaseResult(
         plan.phase,
         iteration,
@@ -239,14 +241,14 @@ def _write_summary(plan: Plan, policy: Policy, headers: Any, run_dir: Path) -> W
     return WrittenFile(str(path.relative_to(run_dir)), path.stat().st_size, atomic.sha256_file(path))
 
 
-def _say_result(plan: Plan, metrics: dict[str, float]) -> None:
+def _say_result(plan: Plan, metrics: dict[str, float], reasons: list[tuple[str, int]]) -> None:
     facts = [f"{plan.label} is complete: {metrics[f'{plan.phase}/episodes']:.0f} episodes"]
     for name, text in (("mean_reward", "mean reward"), ("checks_passed", "checks passed"), ("success_rate", "solved")):
         if f"{plan.phase}/{name}" in metrics:
             facts.append(f"{text} {metrics[f'{plan.phase}/{name}']:.3f}")
-    untrusted = metrics[f"{plan.phase}/untrusted"]
-    if untrusted:
-        facts.append(f"{untrusted:.0f} without a trusted verdict (excluded)")
+    if reasons:
+        untrusted = metrics[f"{plan.phase}/untrusted"]
+        facts.append(f"{untrusted:.0f} without a trusted verdict (excluded), most of them: {reasons[0][0]}")
     print(", ".join(facts), flush=True)
 
 

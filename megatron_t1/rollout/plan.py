@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_t1.rollout.agent import Attempt, EpisodeLimits
 from megatron_t1.rollout.policy import Policy
 from megatron_t1.rollout.schedule import attempts_of, tasks_of_iteration
 from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.record import EndReason
 from megatron_t1.trajectory.store import RolloutStore
 
 
@@ -90,3 +92,14 @@ def finished(store: RolloutStore, plan: Plan, contract: SamplingContract, policy
                 remedy="remove the directory, or use another run.dir",
             )
     return set(headers)
+
+
+def give_second_chance(store: RolloutStore, attempts: Iterable[Attempt]) -> set[str]:
+    """Take out the unsealed records of episodes that the infrastructure lost, so that a restart plays them again."""
+    headers = store.headers()
+    lost = [
+        attempt.trajectory_id
+        for attempt in attempts
+        if attempt.trajectory_id in headers and headers[attempt.trajectory_id].end_reason in EndReason.LOST
+    ]
+    return {name for name in lost if store.discard(name)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_t1.errors import T1Error
 from megatron_t1.trajectory.record import Header
 
 COUNTS = ("turns", "tokens", "sampled_tokens", "commands", "commands_failed", "command_timeouts", "format_errors")
@@ -38,6 +39,35 @@ def rollout_metrics(headers: Iterable[Header], group: str) -> dict[str, float]:
         if gains:
             metrics["checks_above_baseline"] = _mean(gains)
     return {f"{group}/{name}": value for name, value in metrics.items()}
+
+
+def untrusted_reasons(headers: Iterable[Header]) -> list[tuple[str, int]]:
+    """(first line of the reason, episodes) of all without a trusted verdict, the most frequent first."""
+    reasons = Counter(
+        (header.verdict.reason if header.verdict is not None else "not verified").partition("\n")[0]
+        for header in headers
+        if header.verdict is None or not header.verdict.trusted
+    )
+    return reasons.most_common()
+
+
+def require_trusted(headers: Iterable[Header], allowed_share: float, *, where: str) -> None:
+    """An alarm, so that a broken sandbox or verifier isn't noticed only by what is missing (strands-env#183).
+
+    Raises:
+        T1Error: a larger share of the episodes than allowed has no trusted verdict.
+    """
+    headers = list(headers)
+    reasons = untrusted_reasons(headers)
+    untrusted = sum(count for _, count in reasons)
+    if untrusted > allowed_share * len(headers):
+        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons[:3])
+        raise T1Error(
+            f"{untrusted} of {len(headers)} episodes have no trusted verdict: {listed}",
+            where=where,
+            remedy="mend the cause and start again: episodes the infrastructure lost are played again, the others are "
+            "kept; rollout.max_untrusted_share allows more",
+        )
 
 
 def evaluation_summary(headers: Iterable[Header], policy: int) -> dict[str, Any]:

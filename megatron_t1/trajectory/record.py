@@ -46,6 +46,8 @@ class EndReason:
     ENGINE_LOST = "engine_lost"
     FORMAT_ERROR = "format_error"
 
+    LOST = (SANDBOX_LOST, ENGINE_LOST)  # the infrastructure failed: says nothing about the policy
+
 
 @dataclass(frozen=True)
 class Verdict:

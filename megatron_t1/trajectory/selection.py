@@ -22,7 +22,6 @@ NO_DEMONSTRATION = "no_demonstration_token"
 TIMED_OUT = "agent_timeout"
 INFRASTRUCTURE = "infrastructure_lost"
 TIMED_OUT_POLICIES = ("score", "exclude")
-_LOST = (EndReason.SANDBOX_LOST, EndReason.ENGINE_LOST)
 
 
 def trainable(trajectory: Trajectory, *, timed_out_policy: str = "score") -> str | None:
@@ -38,7 +37,7 @@ def trainable(trajectory: Trajectory, *, timed_out_policy: str = "score") -> str
     if timed_out_policy not in TIMED_OUT_POLICIES:
         raise ConfigError(f"timed_out_policy is {timed_out_policy!r}, known: {', '.join(TIMED_OUT_POLICIES)}")
     header = trajectory.header
-    if header.end_reason in _LOST:
+    if header.end_reason in EndReason.LOST:
         return INFRASTRUCTURE
     if header.verdict is None:
         return UNVERIFIED

@@ -139,6 +139,15 @@ class RolloutStore:
             for name in names:
                 self._single(name).unlink(missing_ok=True)
 
+    def discard(self, trajectory_id: str) -> bool:
+        """Remove a record that is not sealed yet; whether there was one. Sealed records are never removed."""
+        path = self._single(check_id(trajectory_id))
+        if not path.is_file():
+            return False
+        path.unlink()
+        self._digests.pop(path.name, None)
+        return True
+
     def ids(self) -> list[str]:
         """Ids of all trajectories, sorted."""
         singles = self._list_singles()  # before the shards: see the module's docstring

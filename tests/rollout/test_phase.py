@@ -105,11 +105,25 @@ def test_a_failed_phase_goes_on_where_it_was(config, fake_engine, monkeypatch): 
 
 def test_a_failing_engine_makes_untrusted_records_not_zeros(config, fake_engine, monkeypatch):  # verifiers#1665
     monkeypatch.setattr(fake_engine, "refuse_after", 3)
-    config.rollout.concurrency = 1
+    config.rollout.concurrency, config.rollout.max_untrusted_share = 1, 1.0
     result = run_rollout(config, 0)
     ends = [record.header.end_reason for record in records(config)]
     assert ends.count(EndReason.SUBMITTED) == 1 and ends.count(EndReason.ENGINE_LOST) == 7
     assert result.metrics["rollout/untrusted"] == 7 and result.metrics["rollout/mean_reward"] == 0.5
+
+
+def test_a_broken_infrastructure_fails_the_phase_and_its_episodes_are_played_again(config, fake_engine, monkeypatch):
+    # strands-env#183
+    config.rollout.concurrency = 1
+    with monkeypatch.context() as broken:
+        broken.setattr(fake_engine, "refuse_after", 3)
+        with pytest.raises(T1Error, match=r"7 of 8 episodes have no trusted verdict: 7 x engine_lost"):
+            run_rollout(config, 0)
+    kept = {r.header.trajectory_id: r.digest for r in records(config) if r.header.end_reason == EndReason.SUBMITTED}
+    assert len(kept) == 1
+    result = run_rollout(config, 0)
+    assert result.metrics["rollout/untrusted"] == 0 and result.metrics["rollout/episodes"] == 8
+    assert kept.items() <= {r.header.trajectory_id: r.digest for r in records(config)}.items()
 
 
 def test_workers_share_one_directory(config, fake_engine):
