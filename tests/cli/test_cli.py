@@ -74,10 +74,11 @@ def test_cfg_job_prints_what_is_in_force(capsys):
 
 
 def test_the_configuration_of_an_existing_run_is_its_own(capsys, tmp_path):
-    main(["run", "experiment=learn", f"run.dir={tmp_path / 'run'}", "train.actor.lr=1e-5", "--cfg", "job"])
+    run = f"run.dir={tmp_path / 'run'}"
+    main(["run", "experiment=learn", run, "train.actor.lr=1e-5", "loop.iterations=20", "--cfg", "job"])
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(capsys.readouterr().out)
-    main(["train", "actor", f"run.dir={tmp_path / 'run'}", "iteration=3", "--cfg", "job"])
+    main(["train", "actor", run, "iteration=3", "--cfg", "job"])
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["train"]["actor"]["lr"], printed["loop"]["iterations"], printed["iteration"]) == (1e-5, 20, 3)
 

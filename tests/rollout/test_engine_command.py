@@ -37,6 +37,7 @@ def test_flags_follow_the_configuration():
 def test_environment_is_a_known_part_of_ours(monkeypatch):
     monkeypatch.setenv("SOME_SECRET_TOKEN", "s")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the CPU backend sets it for its own process
     cpu = serve_environment(EngineConfig(omp_threads=3), CPU, routes=True)
     assert "SOME_SECRET_TOKEN" not in cpu and cpu["HF_HUB_OFFLINE"] == "1" and cpu["OMP_NUM_THREADS"] == "3"
     assert cpu["TORCHDYNAMO_DISABLE"] == "1" and "VLLM_USE_V2_MODEL_RUNNER" not in cpu
