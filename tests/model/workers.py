@@ -22,9 +22,11 @@ def parallel(layout: dict[str, Any]):
     ours = not dist.is_initialized()
     if ours:
         initialize_parallel(parsed, backend, seed=0, architecture=ARCHITECTURE, timeout_s=120)
-    yield backend, parsed
-    if ours:
-        destroy_parallel()
+    try:
+        yield backend, parsed
+    finally:
+        if ours:
+            destroy_parallel()
 
 
 def model_and_optimizer(
