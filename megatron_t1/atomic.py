@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_t1.errors import naming
+
 TEMPORARY_SUFFIX = ".partial"
 
 
@@ -20,9 +22,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
-        yield temporary
-        fsync_path(temporary)
-        os.replace(temporary, path)
+        with naming(path):
+            yield temporary
+            fsync_path(temporary)
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

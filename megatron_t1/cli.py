@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_t1 import __version__
-from megatron_t1.errors import ConfigError, T1Error
+from megatron_t1.errors import ConfigError, T1Error, readable
 
 USAGE_STATUS, FAILURE_STATUS = 2, 1
 
@@ -32,9 +32,9 @@ COMMANDS = (
     Command(
         ("run",), "run:run", "the whole training: rollout, critic, actor, export, repeated",
         """\
-Starts, or goes on with, the training in run.dir. What is finished (RUN/manifest.json) is not repeated; options that
-decide what is computed must be the ones the run was started with. Phases run one at a time, each in processes of its
-own; RUN/phases/iter_NNNN/PHASE/logs holds what they said.
+Starts, or goes on with, the training in run.dir. What is finished (RUN/manifest.json) is not repeated; once
+a step is, options that decide what is computed, and the files in model.path, must be those the run was started with.
+Phases run one at a time, each in processes of its own; RUN/phases/iter_NNNN/PHASE/logs holds what they said.
 
   t1 run experiment=quickstart
   t1 run run.dir=runs/quickstart                    go on, with what the run was started with
@@ -85,7 +85,11 @@ Without a run in run.dir, evaluates model.path there (policy 0). In a run, evalu
 newest exported one.
 
   t1 eval run.dir=runs/base model.path=models/my_model eval.tasks=tasks/held_out eval.attempts=4
-  t1 eval run.dir=runs/quickstart""",
+  t1 eval run.dir=runs/quickstart
+  t1 eval run.dir=runs/again model.path=runs/quickstart/hf/iter_0003 eval.tasks=tasks/held_out eval.attempts=8
+
+A run keeps to its own eval options, so that its evaluations stay comparable. Other ones (attempts, tasks, max_turns,
+temperature, limit) go to a run.dir of their own, as in the last line; `t1 compare A B` compares two of them.""",
     ),
     Command(
         ("tasks", "generate"), "inputs:generate", "write Harbor-format terminal tasks and prove each of them",
@@ -147,14 +151,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(words)
     except ConfigError as error:
         return _report(error, USAGE_STATUS)
-    except T1Error as error:
-        return _report(error, FAILURE_STATUS)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `t1 show RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        said = readable(error)
+        if said is None:
+            raise
+        return _report(said, FAILURE_STATUS)
 
 
 def _main(words: list[str]) -> int:
@@ -259,7 +266,7 @@ def usage(command: Command) -> str:
             "",
             "options:",
             "  key=value           override one option; `--cfg job` prints all of them and their values",
-            "  --cfg job           print the configuration in force and stop",
+            "  --cfg job           print the configuration in force, then what clashes in it (exit status 2)",
             "  --config-dir DIR    more group options of your own",
         ]
         if command.words == ("run",):
@@ -269,7 +276,7 @@ def usage(command: Command) -> str:
 
 def _report(error: T1Error, status: int) -> int:
     if os.environ.get("T1_DEBUG") == "1":
-        traceback.print_exception(error)
+        traceback.print_exc()
     else:
         print(f"error: {error}", file=sys.stderr)
     return status

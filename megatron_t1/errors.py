@@ -6,6 +6,10 @@ the machine). Anything else that escapes is a defect of this package. Importable
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class T1Error(Exception):
     """What is wrong, where, and what to do about it.
@@ -46,3 +50,48 @@ class MismatchError(T1Error):
 
 class IncompleteError(T1Error):
     """Something on disk is missing, truncated or not what its marker says."""
+
+
+_OS_REMEDIES = {
+    errno.ENOSPC: "free some space there, or name another directory; then start the same command again",
+    errno.EDQUOT: "free some of the quota, or name another directory; then start the same command again",
+    errno.EROFS: "name a directory on a file system that can be written",
+    errno.EACCES: "give this user the right to it, or name another path",
+    errno.EPERM: "give this user the right to it, or name another path",
+    errno.ENOENT: "name a path that exists",
+    errno.ENOTDIR: "name a directory; a file is in its way",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def readable(error: BaseException) -> T1Error | None:
+    """What a user can read of an error from outside: a T1Error, an OSError, or a task group that holds one of them.
+
+    Returns:
+        None for everything else, which is a defect and needs its traceback.
+    """
+    if isinstance(error, T1Error):
+        return error
+    if isinstance(error, OSError):
+        path = error.filename if error.filename2 is None else error.filename2
+        return T1Error(
+            f"{error.strerror or error}"
+            + (f" ({errno.errorcode[error.errno]})" if error.errno in errno.errorcode else ""),
+            where="" if path is None else str(path),
+            remedy=_OS_REMEDIES.get(error.errno or 0, "T1_DEBUG=1 shows where it happened"),
+        )
+    if isinstance(error, BaseExceptionGroup):
+        found = [readable(inner) for inner in error.exceptions]
+        return found[0] if all(found) else None
+    return None
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Let an OSError that names no file (a disk that is full when it is written to) name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -1,21 +1,27 @@
 """What a phase tells the loop: one result file, written last and atomically.
 
-A phase that exits 0 without a result has failed. The loop never reads tensors; it compares the names, sizes and
-digests listed here (computed by the processes that wrote the files, while they wrote them).
+A phase that exits 0 without a result has failed. It lists every file the phase wrote, with the digest computed by the
+process that wrote it, while it did. The loop compares names, sizes and the digests of small files, so that it never
+reads terabytes; the phase that reads the large ones compares theirs first (`require_recorded`).
 """
 
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_t1 import atomic
 from megatron_t1.errors import IncompleteError
+from megatron_t1.paths import RunPaths
 
 RESULT_FILE = "result.json"
 RESULT_VERSION = 1
+SMALL_BYTES = 1 << 20  # files whose digests the loop itself compares: markers, settings, summaries
+HASHING_THREADS = 8
 
 
 @dataclass
@@ -54,14 +60,69 @@ class PhaseResult:
 
 
 def missing_outputs(result: PhaseResult, run_dir: Path, *, digests: bool = False) -> list[str]:
-    """Names of outputs that are absent, of another size, or (on request) of another content."""
-    wrong = []
-    for file in result.outputs:
+    """What is wrong with a phase's outputs: absent, of another size, or of another content; one line each.
+
+    Args:
+        digests: compare the content of all files, not only of those up to SMALL_BYTES.
+    """
+    return _differences(result.outputs, run_dir, up_to=None if digests else SMALL_BYTES)
+
+
+def require_recorded(
+    paths: RunPaths, iteration: int, phase: str, directory: Path, *, part: int = 0, parts: int = 1
+) -> None:
+    """Compare what a phase is about to read with what its maker recorded: every byte, by SHA-256.
+
+    Args:
+        iteration, phase: of the maker, whose result lists the files.
+        directory: below the run directory; its tensor files must be exactly the recorded ones.
+        part, parts: hash every `parts`-th file only, where several processes share the work.
+
+    Raises:
+        IncompleteError: a file is missing, was changed or added; names it with the expected and the found value.
+    """
+    result = PhaseResult.read(paths.phase(iteration, phase))
+    prefix = f"{directory.resolve().relative_to(paths.root)}/"
+    recorded = sorted((file for file in result.outputs if file.path.startswith(prefix)), key=lambda file: file.path)
+    known = {file.path for file in recorded}
+    wrong = _differences(recorded[part::parts], paths.root, up_to=None)
+    wrong += [
+        f"{prefix}{path.name}: not among the files that were recorded"
+        for path in sorted(directory.glob("*.safetensors"))
+        if f"{prefix}{path.name}" not in known
+    ]
+    if not recorded:
+        wrong.append(f"{prefix}: no file was recorded")
+    if wrong:
+        raise IncompleteError(
+            f"what the {phase} phase of iteration {iteration} wrote has changed since: {summarised(wrong)}",
+            where=str(directory),
+            remedy=f"restore the files from a copy; or delete the directory and run {phase} of iteration {iteration} "
+            "again, as long as no other finished step has read it",
+        )
+
+
+def summarised(problems: list[str], shown: int = 5) -> str:
+    return "; ".join(problems[:shown]) + (f"; and {len(problems) - shown} more" if len(problems) > shown else "")
+
+
+def _differences(files: list[WrittenFile], run_dir: Path, *, up_to: int | None) -> list[str]:
+    """One line for each file that isn't as recorded; contents are compared up to this size in bytes, None: all."""
+
+    def difference(file: WrittenFile) -> str:
         path = run_dir / file.path
-        if not path.is_file():
-            wrong.append(f"{file.path}: missing")
-        elif path.stat().st_size != file.size:
-            wrong.append(f"{file.path}: {path.stat().st_size} bytes, expected {file.size}")
-        elif digests and file.sha256 and atomic.sha256_file(path) != file.sha256:
-            wrong.append(f"{file.path}: content differs from its digest")
-    return wrong
+        try:
+            size = path.stat().st_size
+            if size != file.size:
+                return f"{file.path}: {size} bytes, expected {file.size}"
+            if not file.sha256 or (up_to is not None and size > up_to):
+                return ""
+            found = atomic.sha256_file(path)
+        except OSError as error:
+            return f"{file.path}: missing" if isinstance(error, FileNotFoundError) else f"{file.path}: {error.strerror}"
+        if found != file.sha256:
+            return f"{file.path}: its SHA-256 is {found[:16]}..., expected {file.sha256[:16]}..."
+        return ""
+
+    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        return [line for line in pool.map(difference, files) if line]

@@ -214,7 +214,7 @@ def test_phases_by_hand_give_what_the_loop_got(workshop, finished, before_critic
         said = workshop.t1("train", "critic", here, "iteration=1", status=1)
     finally:
         tokenizer.write_text(original)
-    assert "tokenizer_sha256: the rollout has" in said and "remedy:" in said
+    assert "tokenizer.json has the SHA-256" in said and "remedy:" in said
     for words, phase in ((("train", "critic"), "critic"), (("train", "actor"), "actor"), (("export",), "export")):
         workshop.t1(*words, here, "iteration=1")
         by_loop, by_hand = (PhaseResult.read(paths.phase(1, phase)) for paths in (finished, before_critic))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
 
 from megatron_t1.cli import Invocation
-from megatron_t1.commands.configuration import command_config, print_config
-from megatron_t1.config.compose import save
+from megatron_t1.commands.configuration import command_config, print_config, require_startable
+from megatron_t1.config.compose import flatten, load_run_config, save
+from megatron_t1.config.inputs import is_run, missing_inputs
 from megatron_t1.config.schema import Config
-from megatron_t1.config.validate import check
-from megatron_t1.errors import T1Error
+from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.loop.launcher import PhaseCommand, Stopped, make_launcher, require_success
 from megatron_t1.loop.lock import RunLock
+from megatron_t1.loop.manifest import Manifest
 from megatron_t1.loop.runner import opened, stop_signals
 from megatron_t1.loop.steps import Key, Step, all_steps, evaluates, next_step, total_iterations
 from megatron_t1.paths import Counters, RunPaths
@@ -37,11 +39,11 @@ def run(invocation: Invocation) -> int:
         return sweep(invocation)
     config = command_config(invocation)
     if invocation.print_config:
-        return print_config(config)
+        return print_config(config, model=True)
     inputs = ["model.path", "env.tasks"]
     if any(evaluates(config.loop, iteration) for iteration in range(total_iterations(config.loop) + 1)):
         inputs.append("eval.tasks")
-    check(config, inputs)
+    require_startable(config, inputs)
     return _stoppable(lambda: _run(config))
 
 
@@ -64,10 +66,27 @@ def phase(invocation: Invocation) -> int:
     name = invocation.command.words[-1]
     config = command_config(invocation)
     if invocation.print_config:
-        return print_config(config)
+        return print_config(config, model=True)
     wanted, config.iteration = config.iteration, -1
-    check(config, INPUTS[name])
+    if not is_run(RunPaths.of(config.run.dir).root):
+        _require_first(config, name)
+    require_startable(config, INPUTS[name])
     return _stoppable(lambda: _phase(config, name, wanted))
+
+
+def _require_first(config: Config, name: str) -> None:
+    """Refuse to start a run with anything but a rollout whose inputs are there: a run.dir may be mistyped.
+
+    Raises:
+        IncompleteError: names the directory.
+    """
+    if name == "rollout" and not missing_inputs(config, INPUTS[name]):
+        return
+    raise IncompleteError(
+        "there is no run",
+        where=config.run.dir,
+        remedy="name the run.dir of a `t1 run`; `t1 rollout` with model.path and env.tasks starts a new one",
+    )
 
 
 def _phase(config: Config, name: str, wanted: int) -> int:
@@ -93,16 +112,50 @@ def evaluate(invocation: Invocation) -> int:
     """Evaluate the newest exported policy, or that of `iteration`."""
     config = command_config(invocation)
     if invocation.print_config:
-        return print_config(config)
+        return print_config(config, model=True)
     wanted, config.iteration = config.iteration, -1
-    check(config, INPUTS["evaluation"])
+    _require_own_evaluation(config, wanted)
+    require_startable(config, INPUTS["evaluation"], training=False)
     return _stoppable(lambda: _evaluate(config, wanted))
+
+
+def _require_own_evaluation(config: Config, wanted: int) -> None:
+    """Refuse other evaluation options inside a run, whose evaluations must stay comparable; say where they can go.
+
+    Raises:
+        ConfigError: names the options, with the command that evaluates with them in a directory of its own.
+    """
+    paths = RunPaths.of(config.run.dir)
+    manifest = Manifest.read(paths.manifest) if is_run(paths.root) else None
+    if manifest is None or not manifest.finished:
+        return
+    saved, now = flatten(load_run_config(paths.root)), flatten(config)
+    changed = [key for key in now if key.startswith("eval.") and now[key] != saved[key]]
+    if not changed:
+        return
+    policy = Counters(_evaluated(manifest, wanted), config.loop.warmup_iterations).policy
+    words = [
+        "t1", "eval", f"run.dir={paths.root}-evaluation", f"model={config.model.name}",
+        f"model.path={paths.hf(policy, config.model.path)}",
+        *(f"{key}={now[key]}" for key in now if key.startswith("eval.") and (key in changed or key == "eval.tasks")),
+    ]  # fmt: skip
+    raise ConfigError(
+        "the run evaluates with other options: "
+        + "; ".join(f"{key}: the run has {saved[key]!r}, now {now[key]!r}" for key in changed),
+        where=str(paths.config),
+        remedy=f"evaluate in a directory of its own (with the run's other options): {shlex.join(words)}",
+    )
+
+
+def _evaluated(manifest: Manifest, wanted: int) -> int:
+    """The iteration whose policy is evaluated: `wanted`, or that of the newest export."""
+    exported = [iteration + 1 for iteration, name in manifest.keys if name == "export"]
+    return wanted if wanted >= 0 else max(exported, default=0)
 
 
 def _evaluate(config: Config, wanted: int) -> int:
     with opened(config, say=say) as runner:
-        exported = [iteration + 1 for iteration, name in runner.manifest.keys if name == "export"]
-        iteration = wanted if wanted >= 0 else max(exported, default=0)
+        iteration = _evaluated(runner.manifest, wanted)
         key = (iteration, "evaluation")
         if key in runner.manifest.keys:
             runner.forget(key)
@@ -117,9 +170,9 @@ def sft(invocation: Invocation) -> int:
     """Supervised fine-tuning: not part of the loop; leaves RUN/model."""
     config = command_config(invocation)
     if invocation.print_config:
-        return print_config(config)
+        return print_config(config, model=True)
     config.iteration = -1
-    check(config, INPUTS["sft"])
+    require_startable(config, INPUTS["sft"])
     return _stoppable(lambda: _sft(config))
 
 

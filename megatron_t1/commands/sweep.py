@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from megatron_t1.cli import Invocation
+from megatron_t1.commands.configuration import model_problems
 from megatron_t1.config.compose import compose, parse_overrides
-from megatron_t1.config.validate import check
+from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ def sweep(invocation: Invocation) -> int:
     for number, (name, overrides) in enumerate(jobs(invocation.arguments)):
         config = compose(overrides, config_dirs=invocation.config_dirs)
         run_dir = Path(config.run.dir) / f"{number:02d}_{name}"
-        check(config)
+        check(config, more=[*model_problems(config), *unbuildable(config)])
         planned.append(
             (run_dir, [*(o for o in overrides if not o.startswith("run.dir=")), f"run.dir={_quoted(run_dir)}"])
         )

@@ -74,9 +74,13 @@ def load_run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Confi
     path = Path(run_dir).resolve() / "config.yaml"
     try:
         saved = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        if not isinstance(saved, dict):
+            raise ValueError(f"it holds {type(saved).__name__}, not options")
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise IncompleteError(
-            f"no readable run configuration: {error}", where=str(path), remedy="start the run with `t1 run run.dir=...`"
+            f"no readable run configuration: {error}",
+            where=str(path),
+            remedy="restore the file from a copy; or name all options again, with a group such as experiment=...",
         ) from error
     parsed = parse_overrides(overrides)
     groups = [

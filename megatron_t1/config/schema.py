@@ -118,12 +118,15 @@ class SandboxConfig:
     """A closed environment for one episode; `_target_` may name any class with the interface of environment.sandbox."""
 
     _target_: str = "megatron_t1.environment.sandbox.bubblewrap.BubblewrapSandbox"
-    scratch_dir: str = ""  # where private roots lie; empty: the run's temporary directory
+    scratch_dir: str = ""  # below which private roots lie; empty: the system's temporary directory (TMPDIR, /tmp)
     host_uid: int = 64321  # uid and gid used when the driver is root
-    memory_mb: int = 512
-    file_size_mb: int = 64
+    memory_mb: int = 512  # address space of each process, not of all together
+    disk_mb: int = 256  # all files together: a tmpfs, in memory, where the driver is root; else only watched: when the
+    # file system that holds scratch_dir is full, verdicts are untrusted
+    max_files: int = 50000  # files, directories and links together; as disk_mb
+    file_size_mb: int = 64  # of one file
     max_processes: int = 128
-    cpu_seconds: int = 600
+    cpu_seconds: int = 600  # of each process
 
 
 @dataclass
@@ -231,6 +234,10 @@ class ReplayConfig:
     actor: bool = True
     critic: bool = False
     measure_gap: bool = True  # one more log-prob pass without replay, to report what replay changes
+    # Mean |log p trainer - log p sampler| with replay above which the actor phase ends before its update: other weights
+    # or other arithmetic. 0: off; -1: 1e-3 where trainer and engine compute in float32, else off; ours. Needs
+    # measure_gap or old_logprobs=recomputed.
+    max_gap: float = -1.0
 
 
 @dataclass

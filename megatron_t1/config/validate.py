@@ -1,16 +1,19 @@
-"""Everything that can be known to fail before anything starts: all clashes at once, in one error (miles#2367)."""
+"""Everything that can be known to fail before anything starts: all clashes at once, in one error (miles#2367).
+
+`validate` looks at options alone. What lies on disk is `config.inputs`', code that options name `config.targets`'.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
+import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from megatron_t1.config.compose import flatten
+from megatron_t1.config.inputs import missing_inputs
 from megatron_t1.config.schema import MISSING, Config, ResourcesConfig
+from megatron_t1.config.targets import target_problems
 from megatron_t1.errors import ConfigError
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -35,7 +38,8 @@ POSITIVE = (
     "layout.processes layout.tensor layout.pipeline layout.virtual_pipeline layout.context layout.expert "
     "layout.expert_tensor env.max_turns env.command_timeout_s env.output_limit env.agent_timeout_s "
     "env.verifier_timeout_s env.sandbox.memory_mb env.sandbox.file_size_mb env.sandbox.max_processes "
-    "env.sandbox.cpu_seconds rollout.tasks_per_iteration rollout.samples_per_task rollout.concurrency "
+    "env.sandbox.cpu_seconds env.sandbox.disk_mb env.sandbox.max_files "
+    "rollout.tasks_per_iteration rollout.samples_per_task rollout.concurrency "
     "rollout.temperature rollout.max_tokens_per_turn rollout.max_context rollout.engine.max_num_seqs "
     "rollout.engine.tensor_parallel rollout.engine.start_timeout_s rollout.engine.request_timeout_s "
     "rollout.engine.block_size train.capacity train.logprob_chunk train.keep_checkpoints train.actor.epochs "
@@ -45,7 +49,8 @@ POSITIVE = (
     "cluster.stop_grace_s cluster.phase_timeout_s model.architecture.hidden_size model.architecture.num_hidden_layers "
     "model.architecture.num_attention_heads model.architecture.num_key_value_heads model.architecture.head_dim "
     "model.architecture.moe_intermediate_size model.architecture.num_experts model.architecture.num_experts_per_tok "
-    "model.architecture.full_attention_interval generate.min_parts generate.max_parts generate.workers"
+    "model.architecture.full_attention_interval generate.min_parts generate.max_parts generate.workers "
+    "env.sandbox.host_uid reward.scale train.actor.eps train.critic.eps train.sft.eps"
 ).split()
 NOT_NEGATIVE = (
     "loop.warmup_iterations loop.iterations loop.evaluate_every cluster.rollout.nodes cluster.train.nodes "
@@ -60,6 +65,16 @@ FRACTIONS = (
     "train.gae.lambda_critic",
     "generate.demonstration_long_share",
     "rollout.max_untrusted_share",
+    *(f"train.{role}.min_lr_ratio" for role in ("actor", "critic", "sft")),
+)
+BUILDABLE = ("qwen3_moe",)  # families that the trainer has a model for
+# Arguments of vLLM's server that rollout.engine's other options, the model or the phase decide; in extra_args they
+# would win, unseen.
+OWN_ENGINE_ARGUMENTS = frozenset(
+    "--model --served-model-name --dtype --host --port --max-model-len --max-num-seqs --block-size --logprobs-mode "
+    "--seed --generation-config --enable-prefix-caching --enable-prompt-tokens-details --enable-scale-out "
+    "--disable-uvicorn-access-log --uvicorn-log-level --kv-cache-memory-bytes --enforce-eager --enable-chunked-prefill "
+    "--tensor-parallel-size -tp --enable-return-routed-experts --config --api-key --tokenizer".split()
 )
 
 
@@ -81,40 +96,19 @@ def validate(config: Config) -> list[str]:
     ]
     if problems:
         return problems  # the arithmetic below needs sane numbers
-    return [*_layout(config), *_cluster(config), *_rollout(config), *_training(config), *_targets(config)]
+    parts = (_layout, _cluster, _rollout, _engine, _training, _places, target_problems)
+    return [problem for part in parts for problem in part(config)]
 
 
-def missing_inputs(config: Config, options: Iterable[str]) -> list[str]:
-    """One line for each of the path options that is not set or names nothing."""
-    flat = flatten(config)
-    problems = []
-    for option in options:
-        value = flat[option]
-        if not value or value == MISSING:
-            problems.append(f"{option} is not set")
-        elif not Path(value).is_dir():
-            problems.append(f"{option}={value}: no such directory{_advice(option)}")
-    return problems
-
-
-def check(config: Config, inputs: Iterable[str] = ()) -> None:
-    """Raise one ConfigError that lists every clash and every missing input."""
-    problems = [*validate(config), *missing_inputs(config, inputs)]
+def check(config: Config, inputs: Iterable[str] = (), more: Iterable[str] = ()) -> None:
+    """Raise one ConfigError that lists every clash, every missing input and `more` problems, one line each."""
+    problems = [*validate(config), *missing_inputs(config, inputs), *more]
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(
             f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems),
             remedy="nothing was started; `--cfg job` prints what is in force",
         )
-
-
-def _advice(option: str) -> str:
-    return {
-        "model.path": " (`t1 model init` makes a tiny one, `t1 train sft` trains it)",
-        "env.tasks": " (`t1 tasks generate` makes tasks)",
-        "eval.tasks": " (`t1 tasks generate` makes tasks)",
-        "train.sft.demonstrations": " (`t1 tasks demonstrate` makes demonstrations)",
-    }.get(option, "")
 
 
 def _layout(config: Config) -> list[str]:
@@ -231,6 +225,50 @@ def _rollout(config: Config) -> list[str]:
     return problems
 
 
+def _engine(config: Config) -> list[str]:
+    engine, model, problems = config.rollout.engine, config.model.architecture, []
+    for word in engine.extra_args:
+        name = word.partition("=")[0].partition(" ")[0].replace("_", "-")
+        if name.replace("--no-", "--", 1) in OWN_ENGINE_ARGUMENTS:
+            problems.append(
+                f"rollout.engine.extra_args: {name} is decided by other options (rollout, rollout.engine, model)"
+            )
+    # Keys and values of one trajectory of full length, in the layers and heads that one engine process holds.
+    heads = max(1, model.num_key_value_heads // engine.tensor_parallel)
+    layers = max(1, model.num_hidden_layers // model.full_attention_interval)
+    width = 4 if (engine.dtype or config.model.dtype) == "float32" else 2
+    needed = 2 * layers * heads * model.head_dim * width * config.rollout.max_context
+    if 0 < engine.kv_cache_bytes < needed:
+        problems.append(
+            f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} holds no trajectory of rollout.max_context="
+            f"{config.rollout.max_context} tokens, which needs {needed}; 0: the engine's own choice"
+        )
+    return problems
+
+
+def _places(config: Config) -> list[str]:
+    problems = []
+    if not config.run.dir.strip():
+        problems.append("run.dir is empty")
+    elif os.path.abspath(config.run.dir) == "/":
+        problems.append("run.dir=/ is the whole file system: name a directory of the run's own")
+    tasks, held_out = config.env.tasks, config.eval.tasks
+    if tasks not in ("", MISSING) and os.path.abspath(tasks) == os.path.abspath(held_out):
+        problems.append(f"env.tasks and eval.tasks are both {tasks}: an evaluation needs tasks that aren't trained on")
+    return problems
+
+
+def unbuildable(config: Config) -> list[str]:
+    """Why no training phase can start, although the options fit each other; empty when one can."""
+    family = config.model.architecture.family
+    if family in BUILDABLE:
+        return []
+    return [
+        f"model.architecture.family={family} can't be trained by this version, only {', '.join(BUILDABLE)} can; "
+        "`--cfg job` checks the options without this"
+    ]
+
+
 def _training(config: Config) -> list[str]:
     train, rollout, problems = config.train, config.rollout, []
     actor = train.actor
@@ -252,6 +290,12 @@ def _training(config: Config) -> list[str]:
             problems.append(f"train.replay.{name}=true needs rollout.routes=true")
     if train.replay.measure_gap and not train.replay.actor:
         problems.append("train.replay.measure_gap=true compares with replay: it needs train.replay.actor=true")
+    max_gap = train.replay.max_gap
+    if not (max_gap >= 0 or max_gap == -1):
+        problems.append(f"train.replay.max_gap={max_gap} must be a number of nats, 0 (off) or -1 (by dtype)")
+    measured = train.replay.measure_gap or actor.old_logprobs == "recomputed"
+    if max_gap > 0 and not (train.replay.actor and measured):
+        problems.append(f"train.replay.max_gap={max_gap} needs train.replay.actor=true and measure_gap=true")
     trajectories = rollout.tasks_per_iteration * rollout.samples_per_task
     for role in ("actor", "critic"):
         options = getattr(train, role)
@@ -270,36 +314,6 @@ def _training(config: Config) -> list[str]:
     if not config.loop.warmup_iterations and not config.loop.iterations:
         problems.append("loop.warmup_iterations and loop.iterations are both 0: there is nothing to do")
     return problems
-
-
-def _targets(config: Config) -> list[str]:
-    problems = []
-    targets = {"reward._target_": config.reward._target_, "env.sandbox._target_": config.env.sandbox._target_}
-    for option, target in targets.items():
-        module, _, name = target.rpartition(".")
-        if not module or not name.isidentifier():
-            problems.append(f"{option}={target!r} is not package.module.Class")
-            continue
-        problem = _unresolvable(module, name)
-        if problem:
-            problems.append(f"{option}={target}: {problem}")
-    return problems
-
-
-def _unresolvable(module: str, name: str) -> str | None:
-    """Why `module.name` can't be imported.."""
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        return f"can't be imported ({error})"
-    if found is None:
-        return f"there is no module {module}"
-    try:
-        if not hasattr(importlib.import_module(module), name):
-            return f"module {module} has no {name}"
-    except Exception as error:  # a user's module may fail in any way while it is imported
-        return f"can't be imported ({type(error).__name__}: {error})"
-    return None
 
 
 def resources_of(config: Config, kind: str) -> ResourcesConfig:

@@ -27,6 +27,8 @@ async def verify(sandbox: Sandbox, task: Task, timeout_s: float | None = None) -
     """
     limit = task.verifier_timeout_s if timeout_s is None else min(timeout_s, task.verifier_timeout_s)
     run = await sandbox.run_verifier(task, limit, RESULT_FILES)
+    if run.doubt:
+        return _untrusted(task, run.doubt, run)
     if run.timed_out:
         return _untrusted(task, f"the verifier ran out of time ({limit:g} s)", run)
     if run.exit_code is None or run.exit_code >= 126:

@@ -7,6 +7,7 @@ not this machine's).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -39,6 +40,7 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(5):
             if self._create():
+                self._sweep()
                 self._thread = threading.Thread(target=self._beat, name="run-lock-heartbeat", daemon=True)
                 self._thread.start()
                 return self
@@ -54,32 +56,39 @@ class RunLock:
 
     def _create(self) -> bool:
         temporary = self.path.with_name(f"{LOCK_FILE}.{self.token}")
-        temporary.write_text(json.dumps({**this_process(), "token": self.token}))
         try:
+            temporary.write_text(json.dumps({**this_process(), "token": self.token}))
             os.link(temporary, self.path)  # exclusive, and never half-written
         except FileExistsError:
             return False
+        except OSError as error:
+            raise T1Error(
+                f"the run directory can't be locked: {error.strerror or error}",
+                where=str(self.path),
+                remedy="the directory must be writable, its disk not full, and its file system know hard links",
+            ) from error
         finally:
-            temporary.unlink()
+            with contextlib.suppress(OSError):
+                temporary.unlink()
         return True
 
     def _read(self) -> dict[str, Any]:
-        try:
-            owner = json.loads(self.path.read_text())
-            return owner if isinstance(owner, dict) else {}
-        except (OSError, ValueError):
-            return {}
+        return _read_owner(self.path)
 
     def _take_away_if_stale(self) -> None:
         owner = self._read()
-        alive = owner_alive(owner)
-        if alive is None and slurm_job_ended(owner):
-            alive = False
-        if alive is None:
-            alive = self._age() < self.stale_after_s
-        if alive:
+        if not self._is_stale(self.path):
+            if not self.path.exists():  # given back a moment ago
+                return
+            if not owner:
+                raise T1Error(
+                    "the lock doesn't say who holds it: it is damaged",
+                    where=str(self.path),
+                    remedy="when no loop works on this run, delete the file; it is also taken over when it is "
+                    f"{self.stale_after_s:.0f} s old, as long as no loop keeps it fresh",
+                )
             raise T1Error(
-                f"another loop works on this run: process {owner.get('pid')} on {owner.get('host')}"
+                f"another loop works on this run: process {owner['pid']} on {owner['host']}"
                 + (f", Slurm job {owner['slurm_job']}" if owner.get("slurm_job") else ""),
                 where=str(self.path),
                 remedy="wait for it or stop it; choose another run.dir for a second run",
@@ -89,17 +98,30 @@ class RunLock:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return
-        taken = json.loads(aside.read_text() or "{}") if aside.stat().st_size else {}
-        if taken.get("token") != owner.get("token"):  # a faster loop has replaced it meanwhile: give it back
+        if _read_owner(aside).get("token") != owner.get("token"):  # a faster loop has replaced it: give it back
             os.link(aside, self.path)
         aside.unlink()
 
-    def _age(self) -> float:
+    def _is_stale(self, path: Path) -> bool:
+        """Whether the process that wrote this file is gone, as far as can be known."""
+        owner = _read_owner(path)
+        alive = owner_alive(owner)
+        if alive is None:
+            return slurm_job_ended(owner) or self._age(path) >= self.stale_after_s
+        return not alive
+
+    def _sweep(self) -> None:
+        """Remove what loops left beside the lock that were killed while they took it."""
+        for path in self.path.parent.glob(f"{LOCK_FILE}.*"):
+            if self._is_stale(path):
+                path.unlink(missing_ok=True)
+
+    def _age(self, path: Path) -> float:
         """Seconds since the last heartbeat, both ends measured by the file system's clock."""
         probe = self.path.with_name(f"{LOCK_FILE}.clock.{self.token}")
         try:
             probe.touch()
-            return probe.stat().st_mtime - self.path.stat().st_mtime
+            return probe.stat().st_mtime - path.stat().st_mtime
         except FileNotFoundError:
             return 0.0
         finally:
@@ -111,6 +133,16 @@ class RunLock:
                 os.utime(self.path)
             except OSError:
                 time.sleep(1.0)
+
+
+def _read_owner(path: Path) -> dict[str, Any]:
+    """What a lock file says about its owner; empty when it can't be read or doesn't name a process and a host."""
+    try:
+        owner = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    named = isinstance(owner, dict) and type(owner.get("pid")) is int and isinstance(owner.get("host"), str)
+    return owner if named else {}
 
 
 def this_process() -> dict[str, Any]:
@@ -135,7 +167,7 @@ def owner_alive(owner: dict[str, Any]) -> bool | None:
         return False  # the machine has been restarted since
     if owner.get("namespace") != here["namespace"]:
         return None
-    return owner.get("start_ticks") is not None and start_ticks(int(owner["pid"])) == owner["start_ticks"]
+    return owner.get("start_ticks") is not None and start_ticks(owner["pid"]) == owner["start_ticks"]
 
 
 def slurm_job_ended(owner: dict[str, Any]) -> bool:

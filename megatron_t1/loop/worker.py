@@ -11,7 +11,8 @@ import sys
 import traceback
 
 from megatron_t1.config.compose import load_run_config
-from megatron_t1.errors import T1Error
+from megatron_t1.errors import readable
+from megatron_t1.loop.launcher import LAUNCH_MARK
 from megatron_t1.paths import RunPaths
 
 PHASES = ("rollout", "evaluation")
@@ -31,25 +32,22 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown phase {', '.join(unknown)}; known: {', '.join(PHASES)}")
     try:
         run_phases(options.run, options.iteration, phases, options.overrides)
-    except T1Error as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except Exception:
-        print(
-            f"error: a defect of this program, please report it:\n{traceback.format_exc()}", file=sys.stderr, flush=True
-        )
+    except Exception as error:
+        said = readable(error) or f"a defect of this program, please report it:\n{traceback.format_exc()}"
+        print(f"error: {said}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
 def run_phases(run_dir: str, iteration: int, phases: list[str], overrides: list[str]) -> None:
     """Run the phases with one engine; worker 0 writes each one's result."""
+    from megatron_t1.rollout.crew import Crew
     from megatron_t1.rollout.phase import run_phases as play
 
     config = load_run_config(run_dir, overrides)
-    worker, workers = int(os.environ.get(WORKER, 0)), int(os.environ.get(WORKERS, 1))
-    results = play(config, iteration, phases, worker=worker, workers=workers)
-    if worker == 0:
+    crew = Crew(int(os.environ.get(WORKER, 0)), int(os.environ.get(WORKERS, 1)), launch=os.environ.get(LAUNCH_MARK, ""))
+    results = play(config, iteration, phases, crew=crew)
+    if crew.worker == 0:
         for phase, result in results.items():
             result.write(RunPaths.of(run_dir).phase(iteration, phase))
 

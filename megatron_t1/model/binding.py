@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from torch.nn import Module, Parameter
 
 from megatron_t1.errors import ConfigError, MismatchError
-from megatron_t1.model.build import architecture_from_hf, require_equal_architecture
 from megatron_t1.model.mapping import Qwen3MoeMapping, Source
+from megatron_t1.model.stored import architecture_from_hf, require_equal_architecture
 
 HEAD_TENSOR = "lm_head.weight"
 

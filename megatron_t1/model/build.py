@@ -1,18 +1,18 @@
 """From published architecture numbers and a parallel layout to Megatron model chunks. Family: Qwen3-MoE.
 
-Only `architecture_from_hf` and `padded_vocabulary` work without torch; the rest needs a prepared backend.
+Only `padded_vocabulary` and `resolve_architecture` work without torch; the rest needs a prepared backend.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig, ModelConfig
-from megatron_t1.errors import ConfigError, IncompleteError, MismatchError
+from megatron_t1.errors import ConfigError
 from megatron_t1.model.backend import Backend
+from megatron_t1.model.stored import architecture_from_hf, require_equal_architecture
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -181,37 +181,20 @@ def build_model(
 
 
 def resolve_architecture(model: ModelConfig) -> ArchitectureConfig:
-    """The configured architecture; where it leaves the vocabulary size open, that of `model.path`'s checkpoint.
+    """The architecture of `model.path`'s checkpoint, which must be the configured one; a vocabulary of 0 is open.
+
+    Without `model.path` it is the configured one as it stands.
 
     Raises:
-        IncompleteError: the size is open and there is no readable config.json.
+        IncompleteError: there is no readable config.json.
         MismatchError: options and checkpoint disagree about a number that shapes the model.
     """
-    if model.architecture.vocab_size or not model.path:
+    if not model.path:
         return model.architecture
     stored = architecture_from_hf(model.path)
-    resolved = replace(model.architecture, vocab_size=stored.vocab_size)
+    resolved = replace(model.architecture, vocab_size=model.architecture.vocab_size or stored.vocab_size)
     require_equal_architecture(stored, resolved, where=str(Path(model.path) / "config.json"))
-    return resolved
-
-
-# Numbers that change no shape and no computation of the families here.
-_FREE_FIELDS = ("initializer_range", "intermediate_size", "max_position_embeddings")
-
-
-def require_equal_architecture(stored: ArchitectureConfig, built: ArchitectureConfig, *, where: str) -> None:
-    """Raise MismatchError naming every number in which a checkpoint and the model differ, with both values."""
-    different = [
-        f"{name}: the checkpoint has {value!r}, the model {getattr(built, name)!r}"
-        for name, value in asdict(stored).items()
-        if name not in _FREE_FIELDS and getattr(built, name) != value
-    ]
-    if different:
-        raise MismatchError(
-            "the checkpoint is of another architecture: " + "; ".join(different),
-            where=where,
-            remedy="build the model from this checkpoint, or give the checkpoint it was built from",
-        )
+    return stored
 
 
 def _require_buildable(architecture: ArchitectureConfig, dtype: str) -> None:
@@ -240,76 +223,3 @@ def _aux_loss_correction(layout: LayoutConfig, core_version: str) -> float:
     """With per-token loss, cores up to 0.16 scale the auxiliary loss by a rank's share of the tokens, 1 / (tp * cp)."""
     release = tuple(int(part) for part in core_version.split(".")[:2])
     return float(layout.tensor * layout.context) if release <= (0, 16) else 1.0
-
-
-# Values that must hold where config.json has the key: what Megatron is told to compute.
-_QWEN3_MOE_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "use_sliding_window": False,
-}
-_QWEN3_MOE_DEFAULTS = {"norm_topk_prob": False, "tie_word_embeddings": False, "head_dim": None}
-
-
-def architecture_from_hf(hf_dir: str | Path) -> ArchitectureConfig:
-    """Read config.json of a Hugging Face directory.
-
-    Raises:
-        IncompleteError: no readable config.json, or a number is missing in it.
-        ConfigError: another model_type, or an option that Megatron isn't told to compute.
-    """
-    path = Path(hf_dir) / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise IncompleteError(
-            f"no readable config.json: {error}", where=str(path), remedy="give a Hugging Face model directory"
-        ) from error
-    if raw.get("model_type") != "qwen3_moe":
-        raise ConfigError(
-            f"model_type is {raw.get('model_type')!r}; known: 'qwen3_moe'",
-            where=str(path),
-            remedy="start from a Qwen3-MoE checkpoint",
-        )
-    given = {**_QWEN3_MOE_DEFAULTS, **raw}
-    if "num_local_experts" in raw:  # as transformers 5 writes it
-        given.setdefault("num_experts", raw["num_local_experts"])
-    wrong = [
-        f"{key} is {given[key]!r}, and only {value!r} is supported"
-        for key, value in _QWEN3_MOE_FIXED.items()
-        if key in given and given[key] != value
-    ]
-    # transformers 5 writes rope_parameters; earlier ones rope_theta and rope_scaling.
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        wrong.append(f"rope type is {rope_type!r}, and only 'default' is supported")
-    if wrong:
-        raise ConfigError(
-            "the checkpoint has options that can't be built:\n  - " + "\n  - ".join(wrong), where=str(path)
-        )
-    try:
-        return ArchitectureConfig(
-            family="qwen3_moe",
-            vocab_size=int(given["vocab_size"]),
-            hidden_size=int(given["hidden_size"]),
-            num_hidden_layers=int(given["num_hidden_layers"]),
-            num_attention_heads=int(given["num_attention_heads"]),
-            num_key_value_heads=int(given["num_key_value_heads"]),
-            head_dim=int(given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]),
-            intermediate_size=int(given["intermediate_size"]),
-            moe_intermediate_size=int(given["moe_intermediate_size"]),
-            num_experts=int(given["num_experts"]),
-            num_experts_per_tok=int(given["num_experts_per_tok"]),
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
-            partial_rotary_factor=float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))),
-            rms_norm_eps=float(given["rms_norm_eps"]),
-            max_position_embeddings=int(given["max_position_embeddings"]),
-            tie_word_embeddings=bool(given["tie_word_embeddings"]),
-            initializer_range=float(given.get("initializer_range", 0.02)),
-        )
-    except KeyError as error:
-        raise IncompleteError(f"{error} is missing", where=str(path), remedy="give a complete config.json") from error

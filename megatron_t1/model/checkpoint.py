@@ -30,7 +30,6 @@ from torch.nn import Module
 from megatron_t1 import atomic
 from megatron_t1.config.schema import ArchitectureConfig
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
-from megatron_t1.model.build import require_equal_architecture
 from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import on_first_rank, together
 from megatron_t1.model.directories import make_empty, publish_directory
@@ -41,6 +40,7 @@ from megatron_t1.model.optimizer_state import (
     restore_zero_steps,
 )
 from megatron_t1.model.pickle_check import require_harmless_pickle
+from megatron_t1.model.stored import require_equal_architecture
 from megatron_t1.phase import WrittenFile
 
 MARKER_FILE = "checkpoint.json"

@@ -54,7 +54,7 @@ def create_initial_model(out_dir: str | Path, config: ModelConfig, seed: int, co
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        tokenizer.save(str(temporary / "tokenizer.json"))
+        atomic.write_text(temporary / "tokenizer.json", tokenizer.to_str(pretty=True))
         atomic.write_json(
             temporary / "tokenizer_config.json",
             {
@@ -183,6 +183,7 @@ def tensor_shapes(a: ArchitectureConfig, vocab_size: int) -> Iterator[tuple[str,
 
 def _write_weights(path: Path, a: ArchitectureConfig, dtype: str, vocab_size: int, seed: int) -> None:
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -193,7 +194,14 @@ def _write_weights(path: Path, a: ArchitectureConfig, dtype: str, vocab_size: in
         else:
             tensor = torch.empty(shape).normal_(0.0, a.initializer_range, generator=generator)
         tensors[name] = tensor.to(getattr(torch, dtype))
-    save_file(tensors, str(path), metadata={"format": "pt"})
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library wraps what the disk says
+        raise T1Error(
+            f"the weights can't be written: {error}",
+            where=str(path),
+            remedy="free some space, or name another directory",
+        ) from error
     atomic.fsync_path(path)
 
 

@@ -1,4 +1,6 @@
-"""What a run measured: metrics.jsonl (one line for each finished phase, exactly once) and TensorBoard events.
+"""What a run measured: metrics.jsonl (a line for each finished phase) and TensorBoard events.
+
+A phase that is repeated adds another line, and the last one counts; TensorBoard then gets a new file of what counts.
 
 A line is {"iteration", "phase", "seconds", "time", "metrics": {"group/name": number or null}, "timings_s": {...}}.
 """
@@ -18,18 +20,15 @@ from megatron_t1.phase import PhaseResult
 
 
 class MetricsWriter:
-    """Appends to a run's metrics. A line torn by a kill is cut off; a phase that is already there is not repeated."""
+    """Appends to a run's metrics. A line torn by a kill is cut off; the same result is not written twice."""
 
     def __init__(self, paths: RunPaths):
         self.paths = paths
-        self._known = {(line["iteration"], line["phase"]) for line in _repaired(paths.metrics)}
+        self._lines = _newest(_repaired(paths.metrics))
         self._events: Any = None
 
     def append(self, result: PhaseResult, *, seconds: float) -> bool:
-        """Add one phase; returns False when it was there already."""
-        key = (result.iteration, result.phase)
-        if key in self._known:
-            return False
+        """Add one phase; returns False when this very result was there already."""
         now = time.time()
         line = {
             "iteration": result.iteration,
@@ -39,19 +38,35 @@ class MetricsWriter:
             "metrics": {name: _finite(value) for name, value in sorted(result.metrics.items())},
             "timings_s": {name: _finite(value) for name, value in sorted(result.timings_s.items())},
         }
-        self._write_events(line)
+        key = (result.iteration, result.phase)
+        before = self._lines.get(key)
+        if before is not None and _measured(before) == _measured(line):
+            return False
+        self._lines[key] = line
+        if before is None:
+            self._write_events(line)
         self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
         with open(self.paths.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._known.add(key)
+        if before is not None:
+            self._rewrite_events()
         return True
 
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
             self._events = None
+
+    def _rewrite_events(self) -> None:
+        """An event can't be taken back: a new file of all that counts takes the place of the earlier ones."""
+        self.close()
+        earlier = list(self.paths.tensorboard.glob("events.out.tfevents.*"))
+        for line in self._lines.values():
+            self._write_events(line)
+        for path in earlier:
+            path.unlink(missing_ok=True)
 
     def _write_events(self, line: dict[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -73,9 +88,9 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All complete lines of a run's metrics.jsonl, in the order they were written; empty when there are none."""
+    """The last complete line of each phase in a run's metrics.jsonl, in the order in which they first finished."""
     path = RunPaths.of(run_dir).metrics
-    return _parsed(path)[0] if path.exists() else []
+    return list(_newest(_parsed(path)[0]).values()) if path.exists() else []
 
 
 def series(lines: list[dict[str, Any]], phase: str, *names: str) -> dict[int, float]:
@@ -88,6 +103,14 @@ def series(lines: list[dict[str, Any]], phase: str, *names: str) -> dict[int, fl
         if value is not None:
             found[line["iteration"]] = value
     return found
+
+
+def _newest(lines: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:
+    return {(line["iteration"], line["phase"]): line for line in lines}
+
+
+def _measured(line: dict[str, Any]) -> tuple[Any, Any]:
+    return line.get("metrics"), line.get("timings_s")
 
 
 def _tag(phase: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich import box
@@ -96,10 +97,10 @@ def print_summary(run_dir: str | Path, console: Console | None = None) -> None:
     root = RunPaths.of(run_dir).root
     console.print("\nnext:", highlight=False)
     for command in (
-        f"t1 show {root}",
-        f"t1 show {root} --trajectories",
-        f"t1 compare {root}",
-        f"tensorboard --logdir {root / 'tensorboard'}",
+        f"t1 show {quote(str(root))}",
+        f"t1 show {quote(str(root))} --trajectories",
+        f"t1 compare {quote(str(root))}",
+        f"tensorboard --logdir {quote(str(root / 'tensorboard'))}",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True)
     console.print(f"  plots: {root / 'plots'}", highlight=False, soft_wrap=True)
@@ -109,11 +110,20 @@ def read_manifest(run_dir: str | Path) -> dict[str, Any]:
     path = RunPaths.of(run_dir).manifest
     try:
         raw = json.loads(path.read_text())
-        return {"config": dict(raw["config"]), "finished": list(raw["finished"])}
+        return {"config": dict(raw["config"]), "finished": [_finished_step(step) for step in raw["finished"]]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IncompleteError(
             f"this directory holds no readable run: {error}", where=str(path), remedy="name the run.dir of a `t1 run`"
         ) from error
+
+
+def _finished_step(raw: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "iteration": int(raw["iteration"]),
+        "phase": str(raw["phase"]),
+        "launch": str(raw["launch"]),
+        "seconds": float(raw["seconds"]),
+    }
 
 
 def iteration_table(

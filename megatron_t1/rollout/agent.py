@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.sandbox.interface import CommandResult, Sandbox, SandboxLost
 from megatron_t1.environment.task import Task
@@ -91,7 +93,8 @@ async def run_episode(
         reward: what a trusted verdict pays; None: nothing.
 
     Raises:
-        T1Error: anything a second try can't mend (engine gone, a task that can't be built or doesn't fit).
+        T1Error: anything that says something about more than this episode, or that is known before any episode
+            (engine gone, a Dockerfile that isn't understood, an instruction that doesn't fit).
     """
     for retries in (0, 1):
         episode = _Episode(attempt, sandbox, sampler(), chat, limits, route_shape)
@@ -128,16 +131,9 @@ class _Episode:
     async def play(self) -> None:
         """Turns until the agent submits or a limit ends the episode; sets `end_reason`."""
         task, limits = self.attempt.task, self.limits
-        prompt = self.chat.open(task.instruction)
-        if len(prompt) >= limits.max_context:
-            raise T1Error(
-                f"the instruction has {len(prompt)} tokens, the context {limits.max_context}",
-                where=f"task {task.name}",
-                remedy="raise rollout.max_context or remove the task",
-            )
+        self.stream.append(opening(task, self.chat, limits.max_context), Origin.PROMPT)
         with self.timed("sandbox"):
             await self.sandbox.start(task)
-        self.stream.append(prompt, Origin.PROMPT)
         deadline = time.monotonic() + min(limits.agent_timeout_s, task.agent_timeout_s)
         problems_in_a_row = 0
         while True:
@@ -232,6 +228,22 @@ class _Episode:
 
     def timed(self, name: str) -> Any:
         return _Timer(self.timings_s, name)
+
+
+def opening(task: Task, chat: ChatFormat, max_context: int) -> np.ndarray:
+    """The tokens before the first turn, int32 [n].
+
+    Raises:
+        T1Error: they leave no room for a turn.
+    """
+    prompt = chat.open(task.instruction)
+    if len(prompt) >= max_context:
+        raise T1Error(
+            f"the instruction has {len(prompt)} tokens, the context {max_context}",
+            where=f"task {task.name}",
+            remedy="raise rollout.max_context or remove the task",
+        )
+    return prompt
 
 
 class _Timer:

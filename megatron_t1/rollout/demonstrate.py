@@ -19,7 +19,7 @@ from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
 from megatron_t1.rollout.agent import Attempt, EpisodeLimits, run_episode
 from megatron_t1.rollout.formats import load_format
-from megatron_t1.rollout.pool import run_pool, sandboxes
+from megatron_t1.rollout.pool import run_pool, sandbox_maker
 from megatron_t1.rollout.progress import RolloutProgress
 from megatron_t1.rollout.samplers import ScriptedSampler
 from megatron_t1.rollout.signals import run_until_signal
@@ -98,7 +98,7 @@ async def _play_all(config: Config, chat: Any, out: Path, verify: bool) -> None:
         if (attempt := Attempt(task, 0)).trajectory_id not in known
     ]
     total = len(jobs) + len(known)
-    with sandboxes(config.env) as make_sandbox, RolloutProgress("demonstrations", total, done=len(known)) as progress:
+    with RolloutProgress("demonstrations", total, done=len(known)) as progress:
 
         async def play(job: tuple[Attempt, list[str]], sandbox: Any) -> None:
             attempt, commands = job
@@ -119,7 +119,7 @@ async def _play_all(config: Config, chat: Any, out: Path, verify: bool) -> None:
                 write()
 
         workers = min(config.generate.workers, max(1, len(jobs)))
-        await run_pool(jobs, play, workers=workers, make_sandbox=make_sandbox)
+        await run_pool(jobs, play, workers=workers, make_sandbox=sandbox_maker(config.env))
     write()
 
 

@@ -1,7 +1,7 @@
 """The rollout and evaluation phases: one engine, many episodes, every finished one kept at once.
 
 Episodes whose record exists are not played again, so a phase that was killed goes on where it was. Several workers (one
-engine each) share one directory and take every n-th episode; worker 0 seals the directory when all are there.
+engine each) share one directory and take every n-th episode; worker 0 seals it when all have said they are through.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from megatron_t1.errors import T1Error
 from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile
 from megatron_t1.rollout.agent import Attempt, run_episode
+from megatron_t1.rollout.crew import ALONE, Crew
 from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.engine.command import installed_build
 from megatron_t1.rollout.engine.server import VllmServer
 from megatron_t1.rollout.formats import ChatFormat
-from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, give_second_chance, rollout_plan
+from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, give_second_chance, require_playable, rollout_plan
 from megatron_t1.rollout.policy import Policy, engine_dtype
-from megatron_t1.rollout.pool import make_reward, run_pool, sandboxes
+from megatron_t1.rollout.pool import make_reward, run_pool, sandbox_maker
 from megatron_t1.rollout.progress import RolloutProgress
 from megatron_t1.rollout.samplers import EngineSampler
 from megatron_t1.rollout.schedule import share, turn_seed
@@ -41,26 +42,26 @@ PHASES = ("evaluation", "rollout")  # in the order in which one engine serves th
 SUMMARY_FILE = "summary.json"
 
 
-def run_rollout(config: Config, iteration: int, *, worker: int = 0, workers: int = 1) -> PhaseResult:
+def run_rollout(config: Config, iteration: int) -> PhaseResult:
     """Play the episodes of `iteration`; see `run_phases`."""
-    return run_phases(config, iteration, ("rollout",), worker=worker, workers=workers)["rollout"]
+    return run_phases(config, iteration, ("rollout",))["rollout"]
 
 
-def run_evaluation(config: Config, policy: int, *, worker: int = 0, workers: int = 1) -> PhaseResult:
+def run_evaluation(config: Config, policy: int) -> PhaseResult:
     """Evaluate `policy` on the held-out tasks; see `run_phases`."""
     iteration = 0 if policy == 0 else policy + config.loop.warmup_iterations
-    return run_phases(config, iteration, ("evaluation",), worker=worker, workers=workers)["evaluation"]
+    return run_phases(config, iteration, ("evaluation",))["evaluation"]
 
 
 def run_phases(
-    config: Config, iteration: int, phases: tuple[str, ...] | list[str], *, worker: int = 0, workers: int = 1
+    config: Config, iteration: int, phases: tuple[str, ...] | list[str], *, crew: Crew = ALONE
 ) -> dict[str, PhaseResult]:
     """Run `phases` ("evaluation", "rollout") of the policy that samples in `iteration`, with one engine for all.
 
     Writes RUN/rollouts/iter_N (rollout) and RUN/evaluations/iter_P with summary.json (evaluation).
 
     Args:
-        worker, workers: this process's place among those that share the phases.
+        crew: this process's place among those that share the phases.
 
     Returns:
         A result for each phase. Worker 0's is that of the whole phase; those of others list no outputs.
@@ -73,7 +74,7 @@ def run_phases(
     if unknown:
         raise ValueError(f"unknown phases {unknown}")
     ordered = [phase for phase in PHASES if phase in phases]
-    return run_until_signal(_run(config, iteration, ordered, worker, workers))
+    return run_until_signal(_run(config, iteration, ordered, crew))
 
 
 class _Engine:
@@ -90,6 +91,7 @@ class _Engine:
             if rollout.routes and shape is None:
                 print("this policy has no experts: no routes are recorded", flush=True)  # vllm#42593
             print(f"starting the engine ({self.policy.model_dir}), log: {self.log_path}", flush=True)
+            await asyncio.to_thread(self.policy.require_recorded, self.config)
             server = VllmServer(
                 rollout.engine,
                 self.policy.model_dir,
@@ -111,30 +113,32 @@ class _Engine:
         return self._client
 
 
-async def _run(config: Config, iteration: int, phases: list[str], worker: int, workers: int) -> dict[str, PhaseResult]:
+async def _run(config: Config, iteration: int, phases: list[str], crew: Crew) -> dict[str, PhaseResult]:
     counters = Counters(iteration, config.loop.warmup_iterations)
     policy = Policy.of(config, counters.policy)
     results = {}
     async with contextlib.AsyncExitStack() as stack:
-        log_path = RunPaths.of(config.run.dir).phase(iteration, phases[0]) / f"engine.{worker}.log"
-        seed = config.run.seed * 1_000_003 + iteration * 1009 + worker
+        log_path = RunPaths.of(config.run.dir).phase(iteration, phases[0]) / f"engine.{crew.worker}.log"
+        seed = config.run.seed * 1_000_003 + iteration * 1009 + crew.worker
         engine = _Engine(config, policy, log_path, seed, stack)
         makers = {"evaluation": evaluation_plan, "rollout": rollout_plan}
-        # All plans before the first episode: a broken task is known at once.
-        for plan in [makers[phase](config, policy, iteration) for phase in phases]:
-            results[plan.phase] = await _run_plan(config, iteration, policy, plan, engine, worker, workers)
+        plans = [makers[phase](config, policy, iteration) for phase in phases]
+        chat = policy.chat_format(config)
+        for plan in plans:  # all before the first episode: a broken task is known at once
+            require_playable(plan, chat)
+        for plan in plans:
+            results[plan.phase] = await _run_plan(config, iteration, policy, plan, chat, engine, crew)
     return results
 
 
 async def _run_plan(
-    config: Config, iteration: int, policy: Policy, plan: Plan, engine: _Engine, worker: int, workers: int
+    config: Config, iteration: int, policy: Policy, plan: Plan, chat: ChatFormat, engine: _Engine, crew: Crew
 ) -> PhaseResult:
     began = time.monotonic()
     store = RolloutStore(plan.directory)
-    chat = policy.chat_format(config)
     contract = policy.contract(config, chat, installed_build(), temperature=plan.temperature)
     done = finished(store, plan, contract, policy)
-    mine = share(plan.attempts, worker, workers)
+    mine = share(plan.attempts, crew.worker, crew.workers)
     done -= give_second_chance(store, mine)
     pending = [attempt for attempt in mine if attempt.trajectory_id not in done]
     if done:
@@ -146,13 +150,16 @@ async def _run_plan(
             client = await engine.client()
         play = _player(config, policy, plan, chat, contract, client, store, progress)
         count = min(config.rollout.concurrency, len(pending))
-        with _timed(timings, "episodes"), sandboxes(config.env) as make_sandbox, progress:
-            await run_pool(pending, play, workers=count, make_sandbox=make_sandbox)
-    if worker != 0:
+        with _timed(timings, "episodes"), progress:
+            await run_pool(pending, play, workers=count, make_sandbox=sandbox_maker(config.env))
+    markers = RunPaths.of(config.run.dir).phase(iteration, plan.phase)
+    crew.report_done(markers)
+    if crew.worker != 0:
         return PhaseResult(plan.phase, iteration, timings_s=timings)
     with _timed(timings, "waiting"):
-        await _wait_for_others(store, plan, config.cluster.phase_timeout_s)
+        await crew.wait_for_others(markers, config.cluster.phase_timeout_s)
     headers = store.headers()
+    _require_complete(plan, headers)
     require_trusted(headers.values(), config.rollout.max_untrusted_share, where=str(plan.directory))
     with _timed(timings, "seal"):
         await asyncio.to_thread(store.seal)
@@ -212,17 +219,14 @@ def _player(
     return play
 
 
-async def _wait_for_others(store: RolloutStore, plan: Plan, timeout_s: float) -> None:
-    """Until every worker's episodes are in the directory."""
-    deadline = time.monotonic() + timeout_s
-    while missing := {attempt.trajectory_id for attempt in plan.attempts} - set(store.ids()):
-        if time.monotonic() > deadline:
-            raise T1Error(
-                f"{len(missing)} episodes of other workers are missing, for example {sorted(missing)[0]!r}",
-                where=str(plan.directory),
-                remedy="look at the other workers' logs and start the phase again",
-            )
-        await asyncio.sleep(0.5)
+def _require_complete(plan: Plan, headers: dict[str, Header]) -> None:
+    missing = {attempt.trajectory_id for attempt in plan.attempts} - set(headers)
+    if missing:
+        raise T1Error(
+            f"{len(missing)} episodes are missing, for example {sorted(missing)[0]!r}",
+            where=str(plan.directory),
+            remedy="start the phase again; all its workers must see the same run directory and configuration",
+        )
 
 
 def _speeds(plan: Plan, played: list[Header], timings: dict[str, float]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from megatron_t1.environment.loading import load_tasks
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import MismatchError
 from megatron_t1.paths import RunPaths
-from megatron_t1.rollout.agent import Attempt, EpisodeLimits
+from megatron_t1.rollout.agent import Attempt, EpisodeLimits, opening
+from megatron_t1.rollout.formats import ChatFormat
 from megatron_t1.rollout.policy import Policy
 from megatron_t1.rollout.schedule import attempts_of, tasks_of_iteration
 from megatron_t1.trajectory.contract import SamplingContract
@@ -69,6 +70,16 @@ def evaluation_plan(config: Config, policy: Policy, iteration: int) -> Plan:
 
 def _tasks_by_name(directory: str) -> dict[str, Task]:
     return {task.name: task for task in load_tasks(directory)}
+
+
+def require_playable(plan: Plan, chat: ChatFormat) -> None:
+    """What can be known of tasks before an engine starts (their files were checked when they were loaded).
+
+    Raises:
+        T1Error: an instruction leaves no room for a turn.
+    """
+    for task in {attempt.task.name: attempt.task for attempt in plan.attempts}.values():
+        opening(task, chat, plan.limits.max_context)
 
 
 def finished(store: RolloutStore, plan: Plan, contract: SamplingContract, policy: Policy) -> set[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.paths import RunPaths
+from megatron_t1.phase import require_recorded
 from megatron_t1.rollout.engine.command import LOGPROBS_MODE, EngineBuild
 from megatron_t1.rollout.engine.completion import RouteShape
 from megatron_t1.rollout.formats import ChatFormat, load_format
@@ -51,6 +52,15 @@ class Policy:
                 remedy="lower rollout.max_context",
             )
         return cls(version, model_dir, route_shape_of(raw), max_positions)
+
+    def require_recorded(self, config: Config) -> None:
+        """Raise IncompleteError unless the directory holds, byte for byte, what the export phase recorded.
+
+        Policy 0, the start model, is compared by the loop, whose manifest knows it.
+        """
+        if self.version:
+            exported = config.loop.warmup_iterations + self.version - 1
+            require_recorded(RunPaths.of(config.run.dir), exported, "export", self.model_dir)
 
     def chat_format(self, config: Config) -> ChatFormat:
         return load_format(config.model.chat_format, self.model_dir)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
-import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,19 +65,12 @@ def load_class(target: str, option: str) -> Any:
         ) from error
 
 
-@contextlib.contextmanager
-def sandboxes(env: EnvConfig) -> Iterator[Callable[[], Sandbox]]:
-    """A maker of sandboxes of the configured class, whose scratch directory is removed at the end."""
+def sandbox_maker(env: EnvConfig) -> Callable[[], Sandbox]:
+    """A maker of sandboxes of the configured class; each removes what it wrote when it stops."""
     sandbox_class = load_class(env.sandbox._target_, "env.sandbox._target_")
-    base = env.sandbox.scratch_dir or None
-    if base is not None:
-        Path(base).mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="t1-sandboxes-", dir=base))
-    scratch.chmod(0o711)  # episodes run as another user and pass through
-    try:
-        yield lambda: sandbox_class(env.sandbox, scratch, env.output_limit)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    scratch = Path(env.sandbox.scratch_dir or tempfile.gettempdir())
+    scratch.mkdir(parents=True, exist_ok=True)
+    return lambda: sandbox_class(env.sandbox, scratch, env.output_limit)
 
 
 def make_reward(config: Config) -> Callable:

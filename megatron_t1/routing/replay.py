@@ -83,7 +83,7 @@ class RoutingReplay:
                 raise ConfigError(
                     "this megatron-core's router doesn't ask anybody for routes",
                     where=name,
-                    remedy="use megatron-core 0.16 or later, or apply the router_replay patch: t1 patch apply",
+                    remedy="use megatron-core 0.16 or later, whose router has `router_replay`",
                 )
             number = module.layer_number
             if number is None or number in seams:

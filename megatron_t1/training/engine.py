@@ -334,7 +334,9 @@ class Engine:
 
 
 def _names_everywhere(own: Iterable[str]) -> list[str]:
-    """Names known on any rank, in one order (pipeline stages without a loss know none)."""
+    """Names known on any rank, in one order. Only pipeline stages without a loss know none and must be told."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return sorted(own)
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, sorted(own))
     return sorted({name for names in gathered for name in names})

@@ -6,11 +6,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_t1.config.schema import Config
+from megatron_t1.errors import T1Error
 from megatron_t1.ppo import sums as token_sums
 from megatron_t1.ppo.gap import logprob_gap, route_difference
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine
 from megatron_t1.training.samples import Sample
+
+MAX_GAP_FLOAT32 = 1e-3  # nats; 3e-7 was measured between vLLM and this trainer on CPU with equal weights
 
 
 def score_rollout(context: Context, engine: Engine, samples: list[Sample]) -> dict[str, float]:
@@ -18,6 +22,9 @@ def score_rollout(context: Context, engine: Engine, samples: list[Sample]) -> di
 
     Fills `trainer_logprobs` of every sample when the loss needs them (old_logprobs=recomputed). Nothing is computed
     when neither is asked for.
+
+    Raises:
+        T1Error: with replay the gap exceeds train.replay.max_gap.
     """
     options = context.config.train
     recompute = options.actor.old_logprobs == "recomputed"
@@ -26,12 +33,29 @@ def score_rollout(context: Context, engine: Engine, samples: list[Sample]) -> di
     groups = context.groups(samples)
     suffix = "replay" if engine.replaying else "no_replay"
     metrics = _score(context, engine, groups, replay=engine.replaying, suffix=suffix, field="trainer_logprobs")
+    _require_small_gap(context.config, metrics)
     if recompute:
         _share(context, samples, groups)
     if options.replay.measure_gap and engine.replaying:
         metrics.update(_score(context, engine, groups, replay=False, suffix="no_replay", field="native_logprobs"))
         metrics.update(_route_difference(context, engine, groups))
     return metrics
+
+
+def _require_small_gap(config: Config, metrics: dict[str, float]) -> None:
+    """An alarm before the update: stale or changed weights, or another arithmetic, on one of the two sides."""
+    bound = config.train.replay.max_gap
+    if bound < 0:
+        dtypes = {config.model.dtype, config.rollout.engine.dtype or config.model.dtype}
+        bound = MAX_GAP_FLOAT32 if dtypes == {"float32"} else 0.0
+    gap = metrics.get("gap/logprob_gap_replay")
+    if bound and gap is not None and not gap <= bound:  # also NaN
+        raise T1Error(
+            f"trainer and sampler disagree about the sampled tokens by {gap:.3g} nats on average, allowed: {bound:g}",
+            where="gap/logprob_gap_replay of this rollout, before the update",
+            remedy="check that the rollout was sampled with the weights this phase loads and the same arithmetic; "
+            "train.replay.max_gap sets the bound, 0 turns the alarm off",
+        )
 
 
 def _score(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_t1.config.compose import load_run_config
-from megatron_t1.errors import T1Error
+from megatron_t1.errors import readable
 from megatron_t1.model.backend import select_backend
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
@@ -37,11 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown role {', '.join(unknown)}; known: {', '.join(ROLES)}")
     try:
         run_roles(Path(options.run), options.iteration, roles, options.overrides)
-    except T1Error as error:
-        print(f"error on rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
-        _leave(1)
-    except Exception:
-        print(f"error on rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    except Exception as error:
+        said = readable(error)
+        text = f"\n{traceback.format_exc()}" if said is None else f" {said}"
+        print(f"error on rank {os.environ.get('RANK', '0')}:{text}", file=sys.stderr, flush=True)
         _leave(1)
     return 0
 
@@ -54,11 +53,12 @@ def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[s
 
     import torch.distributed as dist
 
-    from megatron_t1.model.build import architecture_from_hf
+    from megatron_t1.model.build import resolve_architecture
     from megatron_t1.model.parallel import destroy_parallel, initialize_parallel
     from megatron_t1.training.context import Context
+    from megatron_t1.training.inputs import require_inputs
 
-    config.model.architecture = architecture_from_hf(config.model.path)
+    config.model.architecture = resolve_architecture(config.model)
     initialize_parallel(config.layout, backend, config.run.seed, architecture=config.model.architecture)
     start_s = time.perf_counter() - started
     for role in roles:
@@ -66,14 +66,16 @@ def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[s
         context.timings_s["start"] = start_s
         start_s = 0.0
         began = time.perf_counter()
+        with context.timed("verify"):
+            require_inputs(context, role)
         result = _phase(role)(context)
         context.timings_s["total"] = time.perf_counter() - began + context.timings_s["start"]
         dist.barrier()
         if context.is_writer:
             result.write(RunPaths.of(run_dir).phase(iteration, role))
+        dist.barrier()  # the next role reads it
         del result, context
         gc.collect()
-    dist.barrier()
     destroy_parallel()
 
 

@@ -133,13 +133,15 @@ def load_demonstrations(directory: Path, *, vocab_size: int = 0, tokenizer_sha25
         vocab_size, tokenizer_sha256: of the model in training; not compared where they aren't given.
 
     Raises:
-        IncompleteError: there are none.
+        IncompleteError: there are none, or one was changed after it was written.
         MismatchError: they were written with another tokenizer.
         T1Error: a record that demonstrates nothing.
     """
     _require_same_tokenizer(directory, tokenizer_sha256)
     samples = []
-    for trajectory in RolloutStore(directory):
+    store = RolloutStore(directory)
+    for name in store.ids():
+        trajectory = store.load(name, verify=True)
         where = f"{directory}, trajectory {trajectory.header.trajectory_id}"
         if demonstrates(trajectory) is not None:
             raise T1Error(

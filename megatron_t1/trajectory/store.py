@@ -125,7 +125,8 @@ class RolloutStore:
         """Merge all single files into shards. Killed anywhere and repeated, it ends in the same state.
 
         Raises:
-            T1Error: a single file is unreadable or contradicts a shard, or the disk is full; nothing was removed then.
+            T1Error: a single file is unreadable, was changed or contradicts a shard, or the disk is full; nothing was
+                removed then.
         """
         singles = self._list_singles()
         sealed = {trajectory_id for shard in self._list_shards().values() for trajectory_id in shard.items}
@@ -135,7 +136,7 @@ class RolloutStore:
         remaining = [trajectory_id for trajectory_id in singles if trajectory_id not in sealed]
         for start in range(0, len(remaining), shard_size):
             names = remaining[start : start + shard_size]
-            self._write_shard([self._load_single(name) for name in names])
+            self._write_shard([self._load_single(name, verify=True) for name in names])
             for name in names:
                 self._single(name).unlink(missing_ok=True)
 
@@ -198,13 +199,31 @@ class RolloutStore:
         return dict(sorted(found.items()))
 
     def written_files(self, run_dir: str | Path) -> list[WrittenFile]:
-        """Every file of the store, relative to `run_dir`, with the digest its writer computed (else computed now)."""
+        """Every file of the store, relative to `run_dir`, with its digest.
+
+        The digest is the one computed while this process wrote the file. Of a file that another process wrote it is
+        computed now, after its records were compared with their own digests: damage never gets a digest that fits.
+
+        Raises:
+            IncompleteError: a record was changed after it was written.
+        """
         found = []
         for path in (self.directory / name for name in self._files()):
-            digest = self._digests.get(path.name) or atomic.sha256_file(path)
+            digest = self._digests.get(path.name)
+            if digest is None:
+                self._verify(path.name)
+                digest = atomic.sha256_file(path)
             relative = path.resolve().relative_to(Path(run_dir).resolve())
             found.append(WrittenFile(str(relative), path.stat().st_size, digest))
         return found
+
+    def _verify(self, name: str) -> None:
+        if name.endswith(SHARD_SUFFIX):
+            shard = self._list_shards()[name]
+            for trajectory_id in shard.items:
+                shard.load(trajectory_id, verify=True)
+        else:
+            self._load_single(name.removesuffix(SUFFIX), verify=True)
 
     def _single(self, trajectory_id: str) -> Path:
         return self.directory / f"{trajectory_id}{SUFFIX}"

@@ -106,10 +106,24 @@ def test_moved_run_directory_is_followed(tmp_path):
     assert load_run_config(tmp_path).run.dir == str(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, "run: [", "unknown_section: {a: 1}"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"run: [",
+        b"unknown_section: {a: 1}",
+        b"",
+        b"\xff\xfe\x00\x01",
+        b"\x00",
+        b"5",
+        b"- run",
+        b"train: 5",
+        b"run: []",
+    ],
+)
 def test_absent_or_damaged_run_config(tmp_path, content):
     if content is not None:
-        (tmp_path / "config.yaml").write_text(content)
+        (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises((IncompleteError, ConfigError), match="config"):
         load_run_config(tmp_path)
 

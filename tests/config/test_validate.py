@@ -1,7 +1,8 @@
 import pytest
 
 from megatron_t1.config.compose import compose, group_names
-from megatron_t1.config.validate import check, missing_inputs, validate
+from megatron_t1.config.inputs import device_problems, missing_inputs, run_dir_problems
+from megatron_t1.config.validate import OWN_ENGINE_ARGUMENTS, check, unbuildable, validate
 from megatron_t1.errors import ConfigError
 from megatron_t1.resources import resource_dir
 
@@ -19,6 +20,11 @@ def with_values(**values):
             owner = getattr(owner, parent)
         setattr(owner, name, value)
     return config
+
+
+class Uncallable:
+    def __init__(self, scale):
+        self.scale = scale
 
 
 # Each clash is reported, by the names of the options that clash (miles#2367).
@@ -60,6 +66,24 @@ CLASHES = [
     ({"cluster__rollout__nodes": 2}, ["cluster.rollout.nodes=2"]),
     ({"cluster__train__container": "image.sqsh"}, ["cluster.train.container needs cluster=slurm"]),
     ({"generate__min_parts": 5}, ["generate.min_parts=5"]),
+    ({"train__actor__eps": 0.0}, ["train.actor.eps=0.0 must be larger than 0"]),
+    ({"train__sft__min_lr_ratio": 1.5}, ["train.sft.min_lr_ratio=1.5 must lie in [0, 1]"]),
+    ({"reward__scale": 0.0}, ["reward.scale=0.0 must be larger than 0"]),
+    ({"reward___target_": "os.system"}, ["reward._target_=os.system", "is no reward", "scale"]),
+    ({"reward___target_": "fractions.Fraction"}, ["is no reward"]),
+    ({"reward___target_": "tests.config.test_validate.Uncallable"}, ["can't be called with a verdict"]),
+    ({"env__sandbox___target_": "pathlib.Path"}, ["is no sandbox", "run_verifier"]),
+    ({"env__sandbox__host_uid": 0}, ["env.sandbox.host_uid=0"]),
+    ({"env__tasks": "tasks/held_out/"}, ["env.tasks and eval.tasks are both"]),
+    ({"rollout__engine__kv_cache_bytes": 4096}, ["kv_cache_bytes=4096 holds no trajectory", "1048576"]),
+    ({"rollout__engine__extra_args": ["--port=80", "--no_enable_prefix_caching"]}, ["--port", "prefix-caching"]),
+    ({"rollout__engine__extra_args": ["--model", "other"]}, ["extra_args: --model is decided by other options"]),
+    ({"model__chat_format": "chatml"}, ["model.chat_format='chatml' is unknown", "chatml_bash"]),
+    ({"model__chat_format": "no_such_package:Format"}, ["no_such_package"]),
+    ({"train__replay__max_gap": -2.0}, ["train.replay.max_gap=-2.0"]),
+    ({"train__replay__max_gap": 0.1, "train__replay__measure_gap": False}, ["max_gap=0.1 needs", "measure_gap=true"]),
+    ({"run__dir": ""}, ["run.dir is empty"]),
+    ({"run__dir": "/"}, ["run.dir=/"]),
 ]
 
 
@@ -92,6 +116,8 @@ def test_the_batch_script_with_the_tiny_model_on_two_nodes():
 
 
 def test_missing_inputs_are_named_with_the_command_that_makes_them(tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "task.toml").touch()
     config = with_values(env__tasks=str(tmp_path), eval__tasks="???", model__path=str(tmp_path / "absent"))
     problems = missing_inputs(config, ("env.tasks", "eval.tasks", "model.path"))
     assert len(problems) == 2
@@ -106,3 +132,59 @@ def test_everything_wrong_is_one_error():
     text = str(caught.value)
     assert text.startswith("5 problems")
     assert text.count("\n  - ") == 5
+
+
+def test_what_vllm_is_told_anyway_is_refused_in_extra_args():
+    from pathlib import Path
+
+    from megatron_t1.config.schema import EngineConfig
+    from megatron_t1.rollout.engine.command import EngineBuild, serve_command
+
+    engine = EngineConfig(tensor_parallel=2, chunked_prefill=False)
+    command = serve_command(
+        engine, EngineBuild("vllm", "0"), model_dir=Path("m"), served_name="p", dtype="float32", port=1,
+        max_model_len=8, routes=True, seed=0,
+    )  # fmt: skip
+    told = {word.partition("=")[0].replace("--no-", "--") for word in command if word.startswith("--")}
+    assert told - OWN_ENGINE_ARGUMENTS == {"--max-num-batched-tokens"}  # a matter of speed only
+    assert validate(with_values(rollout__engine__extra_args=["--max-num-batched-tokens=4096", "-O1"])) == []
+
+
+def test_an_unusable_target_is_not_called(monkeypatch):
+    called = []
+    monkeypatch.setattr(Uncallable, "__init__", lambda self, scale: called.append(scale))
+    validate(with_values(reward___target_="tests.config.test_validate.Uncallable"))
+    assert not called
+
+
+def test_a_family_without_a_trainer_has_consistent_options_and_is_refused_at_the_start():
+    config = compose(["experiment=ppo_122b"])
+    assert validate(config) == [] and unbuildable(compose()) == []
+    assert "qwen3_5_moe can't be trained by this version, only qwen3_moe" in unbuildable(config)[0]
+
+
+def test_directories_without_a_model_or_a_task(tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "config.json").touch()
+    config = with_values(env__tasks=str(tmp_path), model__path=str(tmp_path))
+    problems = missing_inputs(config, ("env.tasks", "model.path"))
+    assert "no task in it" in problems[0]
+    assert "no model, tokenizer.json, *.safetensors missing" in problems[1]
+
+
+def test_a_run_does_not_lie_inside_another(tmp_path):
+    for name in ("manifest.json", "config.yaml"):
+        (tmp_path / name).touch()
+    (problem,) = run_dir_problems(with_values(run__dir=str(tmp_path / "hf" / "mine")))
+    assert f"lies inside the run {tmp_path}" in problem
+    assert run_dir_problems(with_values(run__dir=str(tmp_path))) == []
+    (tmp_path / "config.yaml").unlink()  # generated tasks have a manifest, too
+    assert run_dir_problems(with_values(run__dir=str(tmp_path / "mine"))) == []
+
+
+def test_cuda_without_a_device():
+    from pathlib import Path
+
+    problems = device_problems(with_values(cluster__backend="cuda"))
+    assert bool(problems) != any(Path("/dev").glob("nvidia[0-9]*"))
+    assert device_problems(with_values(cluster__backend="cuda", cluster__launcher="slurm")) == []

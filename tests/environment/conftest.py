@@ -1,5 +1,10 @@
 import asyncio
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -35,12 +40,54 @@ def in_sandbox(tmp_path, request):
         async def main():
             sandbox = BubblewrapSandbox(SandboxConfig(scratch_dir="", **limits), None, output_limit)
             try:
-                return await asyncio.wait_for(body(sandbox), 60)
+                return await asyncio.wait_for(body(sandbox), 300)
             finally:
-                directory = sandbox._directory
+                own = sandbox._scratch
                 await sandbox.stop()
-                assert directory is None or not directory.exists()
+                assert own is None or (not own.path.exists() and str(own.path) not in Path("/proc/mounts").read_text())
 
         return asyncio.run(main())
+
+    return run
+
+
+@pytest.fixture
+def as_normal_user():
+    """Run a Python script as uid 65534, with this package and the tests importable; returns its standard output."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become a normal user")
+
+    def become(command):
+        return subprocess.run(
+            command,
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            cwd="/",
+            env={"PATH": os.environ["PATH"]},
+        )
+
+    interpreters = [sys.executable, "/usr/bin/python3"]
+    usable = [
+        name
+        for name in interpreters
+        if os.path.exists(name)
+        and all(folder.stat().st_mode & 0o001 for folder in Path(name).resolve().parents)
+        and become([name, "-c", "import tomllib"]).returncode == 0
+    ]
+    if not usable:
+        pytest.skip("no Python 3.11 that a normal user can reach")
+
+    def run(script):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)
+            package = Path(__file__).resolve().parents[2] / "megatron_t1"
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(package, f"{folder}/megatron_t1", ignore=ignored)
+            done = become([usable[0], "-c", f"import sys; sys.path.insert(0, {folder!r})\n{script}"])
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run

@@ -20,13 +20,13 @@ def ctrf(*statuses, **summary):
 
 @pytest.fixture
 def verdict_of(in_sandbox, make_task):
-    def run(test_sh, *, commands=(), timeout_s=20.0, **options):
+    def run(test_sh, *, commands=(), timeout_s=60.0, **options):
         task = make_task({"a.txt": "a\n"}, "#!/bin/bash\n" + test_sh, baseline=1, **options)
 
         async def body(sandbox):
             await sandbox.start(task)
             for command in commands:
-                await sandbox.run(command, 10)
+                await sandbox.run(command, 60)
             return await verify(sandbox, task, timeout_s)
 
         return in_sandbox(body)
@@ -89,7 +89,7 @@ def test_exit_status_counts_only_where_declared(verdict_of):
     ],
 )
 def test_untrusted_with_reason(verdict_of, test_sh, reason):
-    verdict = verdict_of(test_sh, timeout_s=1.0 if "sleep" in test_sh else 20.0)
+    verdict = verdict_of(test_sh, timeout_s=1.0 if "sleep" in test_sh else 60.0)
     assert (verdict.trusted, verdict.passed, verdict.total, verdict.solved) == (False, 0, 0, False)
     assert reason in verdict.reason
 
@@ -126,10 +126,10 @@ def test_tests_are_absent_before_and_protected_after(in_sandbox, make_task):
 
     async def body(sandbox):
         await sandbox.start(task)
-        before = await sandbox.run("ls /tests /solution", 10)
+        before = await sandbox.run("ls /tests /solution", 60)
         verdict = await verify(sandbox, task)
         with pytest.raises(SandboxLost):
-            await sandbox.run("true", 10)
+            await sandbox.run("true", 60)
         return before, verdict
 
     before, verdict = in_sandbox(body)

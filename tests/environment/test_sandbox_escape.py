@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.sandbox import process, scratch
 from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
 from megatron_t1.environment.sandbox.interface import SandboxLost
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def output(in_sandbox, make_task):
-    def run(command, timeout_s=20.0, **limits):
+    def run(command, timeout_s=60.0, **limits):
         async def body(sandbox):
             await sandbox.start(make_task({"a.txt": "a\n"}))
             return await sandbox.run(command, timeout_s)
@@ -98,7 +98,7 @@ def test_other_processes_are_out_of_sight(output):
 def test_runs_as_an_unprivileged_host_user(in_sandbox, make_task):
     async def body(sandbox):
         await sandbox.start(make_task())
-        await sandbox.run("true", 10)
+        await sandbox.run("true", 60)
         return Path(f"/proc/{sandbox._shell._process.init_pid}/status").read_text()
 
     uids = re.search(r"Uid:\s+(\d+)\s+(\d+)\s+(\d+)\s+(\d+)", in_sandbox(body)).groups()
@@ -109,14 +109,11 @@ def test_fork_bomb_is_held(in_sandbox, make_task):
     async def body(sandbox):
         await sandbox.start(make_task())
         bomb = await sandbox.run(":(){ :|:& };:; sleep 30", 1.0)
-        started = time.monotonic()
-        after = await sandbox.run("echo alive", 10)
-        return bomb, after, time.monotonic() - started
+        return bomb, await sandbox.run("echo alive", 60)
 
-    bomb, after, seconds = in_sandbox(body, max_processes=48)
+    bomb, after = in_sandbox(body, max_processes=48)
     assert bomb.timed_out or bomb.exit_code != 0
-    assert "alive" in after.output or after.exit_code != 0 or after.timed_out
-    assert seconds < 15
+    assert "alive" in after.output or after.exit_code != 0
 
 
 def test_limits_on_memory_and_files(output):
@@ -135,13 +132,13 @@ def test_daemons_die_with_the_session(in_sandbox, make_task):
 
     async def body(sandbox):
         await sandbox.start(make_task())
-        await sandbox.run(f"setsid nohup {marker} & (setsid bash -c \"trap '' TERM; {marker}\" &); sleep 0.3", 10)
-        running = _commands_with(marker)
-        await sandbox.run_verifier(make_task(), 10, ())
+        await sandbox.run(f"setsid nohup {marker} & (setsid bash -c \"trap '' TERM; {marker}\" &)", 60)
+        running = await asyncio.to_thread(_wait_until, lambda: _commands_with(marker) >= 2)
+        await sandbox.run_verifier(make_task(), 60, ())
         return running, _commands_with(marker)
 
     running, left = in_sandbox(body)
-    assert running >= 2
+    assert running
     assert left == 0
 
 
@@ -158,47 +155,36 @@ from megatron_t1.environment.task import Task, TaskContent
 async def main():
     sandbox = BubblewrapSandbox(SandboxConfig(), {base!r})
     await sandbox.start(Task("t", "", content=TaskContent()))
-    await sandbox.run("setsid {marker} & echo", 10)
+    await sandbox.run("setsid {marker} & echo", 60)
     print("ready", flush=True)
-    await sandbox.run("{marker}", 100)
+    await sandbox.run("{marker}", 1000)
 asyncio.run(main())
 """
     driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=REPOSITORY)
     assert driver.stdout.readline() == b"ready\n"
-    time.sleep(0.2)
-    assert _commands_with(marker) >= 2
-    (left,) = Path(base).iterdir()
-    os.utime(left, (0, 0))
-    assert scratch.remove_abandoned(base) == 0
+    assert _wait_until(lambda: _commands_with(marker) >= 2)
+    (shared,) = Path(base).iterdir()
+    (left,) = shared.iterdir()
+    assert scratch.remove_abandoned(shared) == 0
+    assert os.path.ismount(left / scratch.DISK) == (os.geteuid() == 0)
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 5
-    while _commands_with(marker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _commands_with(marker) == 0
-    assert scratch.remove_abandoned(base) == 1
+    assert _wait_until(lambda: _commands_with(marker) == 0)
+    later = BubblewrapSandbox(SandboxConfig(), base)  # another start, below the same directory
+    assert later._base == str(shared)
+    assert scratch.remove_abandoned(shared) == 1
+    assert str(shared) not in Path("/proc/mounts").read_text()
+    os.rmdir(shared)
     os.rmdir(base)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become a normal user")
-def test_works_as_a_normal_user():
-    interpreters = [sys.executable, "/usr/bin/python3"]
-    reachable = [name for name in interpreters if os.path.exists(name) and _traversable(Path(name).resolve())]
-    reachable = [name for name in reachable if _as_nobody([name, "-c", "import tomllib"]).returncode == 0]
-    if not reachable:
-        pytest.skip("no Python 3.11 that a normal user can reach")
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        shutil.copytree(
-            REPOSITORY / "megatron_t1", f"{folder}/megatron_t1", ignore=shutil.ignore_patterns("__pycache__")
-        )
-        script = (
-            f"import asyncio, sys; sys.path.insert(0, {folder!r})\n"
-            "from megatron_t1.environment.sandbox.preflight import check_sandbox\n"
-            "asyncio.run(check_sandbox()); print('works')"
-        )
-        done = _as_nobody([reachable[0], "-c", script])
-    assert done.stdout == "works\n", done.stderr
+def test_works_as_a_normal_user(as_normal_user):
+    script = (
+        "import asyncio\n"
+        "from megatron_t1.environment.sandbox.preflight import check_sandbox\n"
+        "asyncio.run(check_sandbox()); print('works')"
+    )
+    assert as_normal_user(script) == "works\n"
 
 
 def test_works_with_the_packaged_bubblewrap(output, monkeypatch):
@@ -241,9 +227,9 @@ def test_links_of_the_agent_do_not_lead_the_driver_out(in_sandbox, make_task, tm
             " echo /app/evil.so > /etc/ld.so.preload",
             10,
         )
-        run = await sandbox.run_verifier(make_task(), 10, ("reward.txt",))
+        run = await sandbox.run_verifier(make_task(), 60, ("reward.txt",))
         await sandbox.start(make_task({"kept": "task"}))
-        return run, await sandbox.run("cat kept; ls /", 10)
+        return run, await sandbox.run("cat kept; ls /", 60)
 
     run, after = in_sandbox(body)
     assert run.files == {"reward.txt": b"1\n"}
@@ -272,16 +258,21 @@ def test_closed_scratch_directory_is_replaced(tmp_path, make_task):
     closed.mkdir(mode=0o700)
 
     async def main():
-        from megatron_t1.config.schema import SandboxConfig
-
         sandbox = BubblewrapSandbox(SandboxConfig(), closed / "inner")
         try:
             await sandbox.start(make_task())
-            return await sandbox.run("echo works", 10)
+            return await sandbox.run("echo works", 60)
         finally:
             await sandbox.stop()
 
     assert asyncio.run(main()).output == "works\n"
+
+
+def _wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (reached := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return reached
 
 
 def _commands_with(text):
@@ -294,20 +285,3 @@ def _commands_with(text):
                 continue
             count += command.strip() == text
     return count
-
-
-def _as_nobody(command):
-    return subprocess.run(
-        command,
-        user=65534,
-        group=65534,
-        extra_groups=[],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env={"PATH": os.environ["PATH"]},
-    )
-
-
-def _traversable(path):
-    return all(folder.stat().st_mode & 0o001 for folder in path.parents)

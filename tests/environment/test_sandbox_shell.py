@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 
 import pytest
 from hypothesis import given
@@ -23,7 +22,7 @@ def session(in_sandbox, make_task):
             await sandbox.start(make_task({"a.txt": "hello\n"}))
             results = []
             for command in commands:
-                text, timeout_s = command if isinstance(command, tuple) else (command, 10.0)
+                text, timeout_s = command if isinstance(command, tuple) else (command, 60.0)
                 results.append(await sandbox.run(text, timeout_s))
             return results
 
@@ -70,6 +69,29 @@ def test_odd_commands(session, command, exit_code, output):
     assert (second.exit_code, second.output) == (0, "alive\n")
 
 
+def test_status_can_not_be_forged(as_normal_user):
+    """A driver that isn't root and its sandbox are one user, so the sandbox may open what its shell holds."""
+    output = as_normal_user(r"""
+import asyncio
+from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
+from megatron_t1.environment.task import Task, TaskContent
+forge = "for fd in /proc/$$/fd/*; do (printf '77 /etc\\0' > $fd) 2>/dev/null; done; true"
+inject = "for fd in /proc/$$/fd/*; do (printf 'cd /usr; (exit 78)\\0' > $fd) 2>/dev/null; done; true"
+async def main():
+    sandbox = BubblewrapSandbox(SandboxConfig())
+    try:
+        await sandbox.start(Task("t", "", content=TaskContent()))
+        for command in ("cd /tmp", forge, inject, "(exit 5)", "pwd"):
+            result = await sandbox.run(command, 60)
+            print(result.exit_code, sandbox._shell.cwd)
+    finally:
+        await sandbox.stop()
+asyncio.run(main())
+""")
+    assert output == "0 /tmp\n0 /tmp\n0 /tmp\n5 /tmp\n0 /tmp\n"
+
+
 def test_syntax_errors_are_reported_and_survived(session):
     first, second = session("echo 'unterminated", "echo alive")
     assert first.exit_code == 2
@@ -79,18 +101,16 @@ def test_syntax_errors_are_reported_and_survived(session):
 
 @pytest.mark.parametrize(
     "command",
-    ["echo part; sleep 60", "echo part; bash -c \"trap '' INT TERM; sleep 60\"", "echo part; while :; do :; done",
-     "echo part; exec sleep 60", "echo part; yes >/dev/null", "echo part; setsid sleep 60",
-     "echo part; cat <(sleep 60)",
+    ["echo part; sleep 600", "echo part; bash -c \"trap '' INT TERM; sleep 600\"", "echo part; while :; do :; done",
+     "echo part; exec sleep 600", "echo part; yes >/dev/null", "echo part; setsid sleep 600",
+     "echo part; cat <(sleep 600)",
      "echo part; set -n"],
 )  # fmt: skip
 def test_time_limit_keeps_partial_output(session, command):
-    started = time.monotonic()
-    _, slow, after = session("cd /tmp", (command, 0.4), "pwd")
+    _, slow, after = session("cd /tmp", (command, 1.5), ("pwd", 60))
     assert slow.timed_out and slow.exit_code is None
     assert slow.output.startswith("part\n")
     assert after.output == "/tmp\n"
-    assert time.monotonic() - started < 8
 
 
 def test_time_limit_keeps_state_and_earlier_background_jobs(session):
@@ -100,11 +120,13 @@ def test_time_limit_keeps_state_and_earlier_background_jobs(session):
 
 
 def test_background_output_is_not_waited_for(session):
-    started = time.monotonic()
-    first, _, third = session("(sleep 0.2; echo late) & echo now", "sleep 0.4", "echo end")
-    assert first.output == "now\n"
-    assert time.monotonic() - started < 5
-    assert third.output == "end\n"
+    wait = "while [ ! -e {0} ]; do sleep 0.05; done"
+    first, second, third = session(
+        (f"({wait.format('asked')}; echo late; touch said) & echo now", 60),
+        (f"touch asked; {wait.format('said')}", 60),
+        "echo end",
+    )
+    assert (first.output, second.output, third.output) == ("now\n", "late\n", "end\n")
 
 
 def test_long_output_keeps_head_and_tail(session):
@@ -129,7 +151,7 @@ def test_sessions_do_not_mix(make_task):
             try:
                 await sandbox.start(make_task())
                 for step in range(20):
-                    result = await sandbox.run(f"export X={step}; echo $X {number}", 10)
+                    result = await sandbox.run(f"export X={step}; echo $X {number}", 60)
                     assert result.output == f"{step} {number}\n"
             finally:
                 await sandbox.stop()
@@ -144,7 +166,7 @@ def test_sessions_do_not_mix(make_task):
 def test_killed_from_outside_is_lost_not_a_result(in_sandbox, make_task):
     async def body(sandbox):
         await sandbox.start(make_task())
-        await sandbox.run("true", 10)
+        await sandbox.run("true", 60)
         asyncio.get_running_loop().call_later(0.2, sandbox._shell._process.process.kill)
         with pytest.raises(SandboxLost, match="killed from outside"):
             await sandbox.run("sleep 30", 20)
@@ -157,7 +179,7 @@ def test_cancelled_command_leaves_a_usable_sandbox(in_sandbox, make_task):
         await sandbox.start(make_task())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sandbox.run("sleep 30", 20), 0.3)
-        return await sandbox.run("echo alive", 10)
+        return await sandbox.run("echo alive", 60)
 
     assert in_sandbox(body).output == "alive\n"
 

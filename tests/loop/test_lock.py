@@ -61,6 +61,48 @@ def test_damaged_lock_is_judged_by_its_age(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{", "\x00", '{"host": 5, "pid": "x"}', '{"pid": 1}'])
+def test_damaged_lock_says_what_to_do(tmp_path, content):
+    lock = tmp_path / LOCK_FILE
+    lock.write_text(content)
+    with pytest.raises(T1Error, match="damaged") as caught, RunLock(tmp_path):
+        pass
+    assert "None" not in str(caught.value) and "delete the file" in caught.value.remedy
+    os.utime(lock, (1, 1))
+    with RunLock(tmp_path):
+        pass
+
+
+def test_lock_of_this_host_without_a_process_is_damaged_not_a_crash(tmp_path):
+    write_lock(tmp_path, pid=None)
+    with pytest.raises(T1Error, match="damaged"), RunLock(tmp_path):
+        pass
+
+
+def test_what_a_killed_loop_left_beside_the_lock_is_removed(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = {**this_process(), "pid": gone.pid, "start_ticks": 1}
+    (tmp_path / f"{LOCK_FILE}.0123abcd").write_text(json.dumps(left))  # killed before the link
+    (tmp_path / f"{LOCK_FILE}.4567abcd").touch()  # killed before the write
+    os.utime(tmp_path / f"{LOCK_FILE}.4567abcd", (1, 1))
+    living = tmp_path / f"{LOCK_FILE}.89ababcd"  # of a loop that is just starting
+    living.write_text(json.dumps(this_process()))
+    with RunLock(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK_FILE, living.name]
+
+
+def test_a_full_disk_is_an_error_without_leftovers(tmp_path, monkeypatch):
+    def full(self, text):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(T1Error, match="can't be locked: No space left"), RunLock(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_heartbeat_moves(tmp_path):
     with RunLock(tmp_path, heartbeat_s=0.05):
         os.utime(tmp_path / LOCK_FILE, (1, 1))

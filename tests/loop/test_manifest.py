@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -24,6 +25,40 @@ def test_round_trip(config):
     manifest, path = written(config)
     assert Manifest.read(path) == manifest
     assert open_manifest(config).keys == {(0, "rollout")}
+
+
+def test_a_first_start_that_failed_binds_to_nothing(config):
+    manifest, path = written(config)
+    manifest.finished = []
+    manifest.write(path)
+    rollouts = RunPaths.of(config.run.dir).rollouts(0)
+    rollouts.mkdir(parents=True)
+    (rollouts / "played").touch()
+    assert open_manifest(config).created_at == manifest.created_at and (rollouts / "played").exists()
+    config.reward.scale = 0.5
+    assert open_manifest(config).config["reward.scale"] == 0.5
+    assert not rollouts.exists()  # an episode played under the old options is never mixed with new ones
+    assert (RunPaths.of(config.run.dir).root / "superseded_1/rollouts/iter_0000/played").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": 5},
+        {"finished": [5]},
+        {"finished": {}},
+        {"seed": "x"},
+        {"start_model": []},
+        {"start_model": {"a": 1}},
+        {"unknown": 1},
+    ]
+    + [{"finished": [{**asdict(finished()), **odd}]} for odd in ({"iteration": "0"}, {"phase": None}, {"inputs": 1})],
+)
+def test_odd_entries_are_a_damaged_manifest(config, change):
+    _, path = written(config)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(IncompleteError, match="no readable manifest"):
+        open_manifest(config)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1}', "null"])

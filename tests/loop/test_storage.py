@@ -48,6 +48,31 @@ def test_what_the_next_step_reads_is_never_deleted(config, policies):
     assert left(paths, "hf") == [policies]
 
 
+@pytest.mark.parametrize(
+    ("unfinished", "actors", "critics", "exports"),
+    [
+        ([(3, "export")], [2, 3], [4], [2]),  # actor 3 can be repeated from actor 2
+        ([(3, "actor"), (3, "export")], [2], [3, 4], [2]),  # critic 4 can be repeated from critic 3
+        ([(3, "critic"), (3, "actor"), (3, "export")], [2], [3], [2]),
+    ],
+)
+def test_what_a_repeated_step_reads_is_kept(config, unfinished, actors, critics, exports):
+    config.train.keep_checkpoints = 1
+    manifest = manifest_after(config, 3)
+    manifest.finished = [step for step in manifest.finished if step.key not in unfinished]
+    paths = make(config, 3)
+    for role, newest in (("actor", actors[-1]), ("critic", critics[-1])):
+        for version in range(newest + 1, 5):
+            if paths.checkpoint(role, version).exists():
+                paths.checkpoint(role, version).rmdir()
+    if (3, "export") in unfinished:
+        (paths.root / "hf" / "iter_0003").rmdir()
+    retire(config, manifest)
+    assert left(paths, "checkpoints", "actor") == actors
+    assert left(paths, "checkpoints", "critic") == critics
+    assert left(paths, "hf") == exports
+
+
 def test_unrecorded_newer_versions_and_foreign_names_stay(config):
     paths = make(config, 3)
     (paths.checkpoint("actor", 1).parent / "notes").mkdir()

@@ -178,7 +178,7 @@ def test_index_that_leaves_its_directory_or_names_no_file_is_refused(tmp_path, i
     ],
 )
 def test_config_with_unknown_options_is_refused(tmp_path, change, error, named):
-    from megatron_t1.model.build import architecture_from_hf
+    from megatron_t1.model.stored import architecture_from_hf
 
     raw = {**hf_config(ARCHITECTURE), **change}
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
@@ -187,7 +187,7 @@ def test_config_with_unknown_options_is_refused(tmp_path, change, error, named):
 
 
 def test_architecture_is_read_from_config(tmp_path):
-    from megatron_t1.model.build import architecture_from_hf
+    from megatron_t1.model.stored import architecture_from_hf
 
     (tmp_path / "config.json").write_text(json.dumps(hf_config(ARCHITECTURE)))
     assert architecture_from_hf(tmp_path) == replace(ARCHITECTURE, initializer_range=0.02)
@@ -201,4 +201,17 @@ def test_open_vocabulary_size_comes_from_the_checkpoint(tmp_path):
     assert resolve_architecture(config).vocab_size == 67
     config.architecture.num_experts = 16
     with pytest.raises(MismatchError, match="num_experts"):
+        resolve_architecture(config)
+
+
+def test_the_configured_architecture_must_be_the_checkpoints(tmp_path):
+    """Also where the vocabulary is given: every training process asks this before it builds anything."""
+    from megatron_t1.model.build import resolve_architecture
+
+    config = tiny_config().model
+    config.path = str(write_hf(tmp_path / "hf"))
+    config.architecture.max_position_embeddings = 9  # shapes nothing: the checkpoint's counts
+    assert resolve_architecture(config).max_position_embeddings == 256
+    config.architecture.num_hidden_layers = 8
+    with pytest.raises(MismatchError, match="num_hidden_layers: the checkpoint has 4, the model 8"):
         resolve_architecture(config)

@@ -78,3 +78,16 @@ def test_groups_that_several_phases_report_stay_apart(tmp_path):
 def test_series_takes_the_first_name_that_was_measured():
     lines = [{"iteration": 2, "phase": "actor", "metrics": {"actor/kl": 0.1}, "timings_s": {}}]
     assert series(lines, "actor", "actor/approx_kl", "actor/kl") == {2: 0.1}
+
+
+def test_a_repeated_phase_replaces_what_it_measured_before(tmp_path):
+    paths = RunPaths.of(tmp_path)
+    for value in (0.25, 0.5):  # the second one in another start of the loop
+        writer = MetricsWriter(paths)
+        writer.append(result(0, **{"actor/approx_kl": value}), seconds=3.0)
+        writer.append(result(1, **{"actor/approx_kl": 0.125}), seconds=3.0)
+        writer.close()
+    assert series(read_metrics(tmp_path), "actor", "actor/approx_kl") == {0: 0.5, 1: 0.125}
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [0, 1]
+    assert len(paths.metrics.read_text().splitlines()) == 3
+    assert events(paths)["actor/approx_kl"] == [(0, 0.5), (1, 0.125)]

@@ -1,4 +1,5 @@
 import io
+import json
 
 import numpy as np
 import pytest
@@ -130,3 +131,12 @@ def test_trajectories_are_listed(with_trajectory):
 def test_unknown_trajectory_is_named(with_trajectory):
     with pytest.raises(IncompleteError, match="no trajectory absent"):
         shown(print_transcript, with_trajectory, "absent")
+
+
+@pytest.mark.parametrize("odd", [5, None, {}, {"phase": "actor"}, {"iteration": "x", "phase": "actor", "launch": "l"}])
+def test_odd_entries_of_a_manifest_are_named_not_a_crash(run, odd):
+    path = RunPaths.of(run).manifest
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, "finished": [*raw["finished"], odd]}))
+    with pytest.raises(IncompleteError, match="no readable run"):
+        shown(print_run, run)

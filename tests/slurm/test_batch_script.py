@@ -77,10 +77,24 @@ def test_without_t1_it_says_how_to_get_it(cluster, tmp_path):
     assert "t1 is not on PATH" in text and "pip install megatron-t1" in text
 
 
+def write_model(directory):
+    """Something that says of itself to be the tiny model, without a tensor."""
+    from megatron_t1.config.compose import compose
+    from megatron_t1.model.initial import hf_config
+
+    directory.mkdir(parents=True)
+    settings = hf_config(compose(["model=tiny"]).model.architecture, "float32", 512, 1, 0)
+    (directory / "config.json").write_text(json.dumps(settings))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (directory / name).touch()
+
+
 @pytest.mark.slow
 def test_allocation_is_compared_with_the_layout_first(cluster, tmp_path):
-    for name in ("tasks/train", "tasks/held_out", "models/tiny_start"):
+    for name in ("tasks/train/one", "tasks/held_out/other"):
         (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "task.toml").touch()
+    write_model(tmp_path / "models" / "tiny_start")
     job = cluster.submit(
         "-N2", "--gpus-per-node=0", "--time=5", "-o", str(tmp_path / "log"), str(SCRIPT), "run.dir=run", *TINY,
         "layout.processes=4", "cluster.rollout.python=/nowhere/python",

@@ -11,6 +11,8 @@ import numpy as np
 from megatron_t1.atomic import sha256_file
 from megatron_t1.config.compose import save
 from megatron_t1.config.schema import Config
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult
 from megatron_t1.training.samples import Sample
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.record import EndReason, Header, Origin, Trajectory, Verdict
@@ -98,6 +100,9 @@ def write_rollout(directory: Path, model: Path, count: int = 9, seed: int = 0, i
         episode(f"task{number}-0", seed=seed, turns=1 + number % 4, agreed=agreed, iteration=iteration)
         for number in range(count)
     )
+    run_dir = directory.parents[1]
+    result = PhaseResult("rollout", iteration, outputs=store.written_files(run_dir))
+    result.write(RunPaths.of(run_dir).phase(iteration, "rollout"))
 
 
 def run_config(run_dir: Path, model: Path, *, warmup: int = 0, **layout: Any) -> Config:
@@ -110,6 +115,7 @@ def run_config(run_dir: Path, model: Path, *, warmup: int = 0, **layout: Any) ->
     config.train.capacity = 256
     config.train.actor = replace(config.train.actor, lr=1e-3, minibatches=2)
     config.train.critic = replace(config.train.critic, lr=2e-3, minibatches=2, epochs=1, warmup_epochs=2)
+    config.train.replay.max_gap = 0.0  # the log-probs are made up
     config.cluster.backend = "cpu"
     save_config(config)
     return config

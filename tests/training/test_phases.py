@@ -158,6 +158,15 @@ def test_recomputed_old_logprobs_with_correction(make_run, run, correction):
     assert abs(sampler["actor/ratio"] - 1) > 0.05 and "actor/effective_sample_share" not in sampler
 
 
+def test_a_rollout_of_other_weights_stops_the_actor_before_its_update(make_run, run):
+    config = make_run()
+    run("critic", config)
+    config.train.replay.max_gap = -1.0
+    with pytest.raises(T1Error, match="trainer and sampler disagree about the sampled tokens"):
+        run("actor", config)
+    assert not RunPaths.of(config.run.dir).checkpoint("actor", 1).exists()
+
+
 def test_no_gap_is_computed_that_nobody_asked_for(make_run, run):
     config = make_run()
     config.train.replay.measure_gap = False

@@ -180,3 +180,13 @@ def test_a_first_token_with_loss_is_refused():
 def test_a_model_without_tokenizer_is_named(tmp_path):
     with pytest.raises(IncompleteError, match="no tokenizer.json"):
         tokenizer_digest(tmp_path)
+
+
+def test_a_changed_demonstration_is_refused(tmp_path):
+    stored(tmp_path, episode("task-0", demonstration=True))
+    path = next(tmp_path.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(IncompleteError, match="digest"):
+        load_demonstrations(tmp_path)

@@ -170,3 +170,32 @@ def test_partial_files_are_invisible(make, tmp_path):
     (tmp_path / "task-5.safetensors.77.partial").write_bytes(b"half")
     assert store.ids() == sorted(expected)
     assert record.load_header(tmp_path / "task-0.safetensors") == store.headers()["task-0"]
+
+
+def change_logprob(path):
+    """Another value in the first stored log-prob; the file stays a valid safetensors file."""
+    name = next(name for name in tensorfile.TensorFile(path).entries if name.endswith("logprobs"))
+    entry = tensorfile.TensorFile(path).entries[name]
+    content = bytearray(path.read_bytes())
+    content[entry.start] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_changed_record_is_never_sealed(tmp_path, make):
+    path = RolloutStore(tmp_path).add(make("task-0"))
+    change_logprob(path)
+    with pytest.raises(IncompleteError, match="digest"):
+        RolloutStore(tmp_path).seal()
+    assert path.exists()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_changed_record_gets_no_new_digest(tmp_path, make, sealed):
+    store = RolloutStore(tmp_path)
+    store.add(make("task-0"))
+    if sealed:
+        store.seal()
+    assert len(RolloutStore(tmp_path).written_files(tmp_path)) == 1
+    change_logprob(next(tmp_path.glob("*.safetensors")))
+    with pytest.raises(IncompleteError, match="digest"):
+        RolloutStore(tmp_path).written_files(tmp_path)

@@ -20,7 +20,7 @@ from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
 from megatron_t1.environment.sandbox.interface import Sandbox
 from megatron_t1.environment.task import Task
 from megatron_t1.environment.verifier import verify
-from megatron_t1.errors import T1Error
+from megatron_t1.errors import T1Error, naming, readable
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -82,7 +82,8 @@ async def prove(sandbox: Sandbox, generated: GeneratedTask, directory: Path) -> 
     total = task.metadata["checks"]
     if not idle.trusted or idle.total != total or idle.solved:
         raise _unproven(task, f"doing nothing passes {idle.passed} of {idle.total} checks {idle.reason}")
-    write_task(replace(task, baseline=idle.passed), directory)
+    with naming(directory):
+        write_task(replace(task, baseline=idle.passed), directory)
     written = load_task(directory)
     await sandbox.start(written)
     script = written.solution_files()["solve.sh"][0].decode()
@@ -116,8 +117,8 @@ async def _prove_all(
         async with asyncio.TaskGroup() as group:
             for _ in range(max(1, min(workers, len(jobs)))):
                 group.create_task(work())
-    except* T1Error as errors:
-        raise errors.exceptions[0] from None
+    except ExceptionGroup as group:
+        raise (readable(group) or group) from None
     return baselines
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.image import CopyFiles, MakeDirectory, RunCommand
+from megatron_t1.environment.sandbox.disk import FULL, has_room
 from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost, VerifierRun
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.process import SandboxProcess, host_identity, start_bwrap
 from megatron_t1.environment.sandbox.root import PrivateRoot, read_regular
-from megatron_t1.environment.sandbox.scratch import ScratchDirectory, reachable
+from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
 from megatron_t1.environment.sandbox.shell import Shell
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
@@ -36,8 +37,8 @@ class BubblewrapSandbox:
 
     Args:
         config: limits, and the host user for a driver that is root.
-        scratch_dir: where private roots lie; None: `config.scratch_dir`. When the sandbox's host user can't reach it
-            (a run below a closed home directory of root), the system's temporary directory is used.
+        scratch_dir: below which private roots lie; None: `config.scratch_dir`, else the system's temporary directory.
+            That is used too when the sandbox's host user can't reach the one named (below a closed home of root).
         output_limit: bytes of one command's output that are kept.
     """
 
@@ -45,9 +46,9 @@ class BubblewrapSandbox:
         self._config, self._output_limit = config, output_limit
         self._owner = host_identity(config)
         _raise_open_files()
-        self._base = reachable(scratch_dir or config.scratch_dir, self._owner)
+        self._base = shared_base(scratch_dir or config.scratch_dir, self._owner)
         self._scratch: ScratchDirectory | None = None
-        self._directory: Path | None = None
+        self._was_full = False
         self._root: PrivateRoot | None = None
         self._shell: Shell | None = None
         self._env: dict[str, str] = {}
@@ -55,14 +56,14 @@ class BubblewrapSandbox:
     async def start(self, task: Task) -> None:
         image = task.image
         await self._end_session()
-        if self._directory is None:
-            self._scratch = ScratchDirectory(self._base)
-            self._directory = self._scratch.path
-            self._root = PrivateRoot(self._directory / "root", self._owner)
         try:
+            if self._scratch is None:
+                self._scratch = ScratchDirectory(self._base, self._config.disk_mb, self._config.max_files)
+                self._root = PrivateRoot(self._scratch.disk / "root", self._owner)
             await _in_thread(self._root.reset)
         except OSError as error:
-            raise SandboxLost(f"can't write the sandbox's root: {error}", where=str(self._directory)) from error
+            raise SandboxLost(f"can't write the sandbox's root: {error}", where=self._base) from error
+        self._was_full = False
         for step in image.steps:
             await self._build(step, task)
         self._env = dict(image.env)
@@ -73,17 +74,22 @@ class BubblewrapSandbox:
             raise SandboxLost("the sandbox has no session: it was not started, or its verifier has run")
         if not self._shell.alive and not self._root.is_directory(self._shell.cwd):
             self._shell.cwd = "/"
-        return await self._shell.run(command, timeout_s)
+        result = await self._shell.run(command, timeout_s)
+        self._look_at_disk()
+        return result
 
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
         if self._shell is None:
             raise SandboxLost("the sandbox has no session to verify")
         await self._end_session()
-        tests, logs = self._directory / "tests", self._directory / "logs"
+        self._look_at_disk()
+        if self._was_full:
+            return VerifierRun(None, "", False, doubt=FULL)
+        tests, logs = self._scratch.path / "tests", self._scratch.disk / "logs"
         try:
             self._prepare_verifier(task, tests, logs)
         except OSError as error:
-            raise SandboxLost(f"can't prepare the verifier: {error}", where=str(self._directory)) from error
+            raise SandboxLost(f"can't prepare the verifier: {error}", where=str(self._scratch.path)) from error
         binds = ["--ro-bind", str(tests), "/tests", "--bind", str(logs), "/logs/verifier"]
         env = {**self._env, "PYTHONNOUSERSITE": "1", **task.verifier_env}
         workdir = task.image.workdir if self._root.is_directory(task.image.workdir) else "/"
@@ -102,18 +108,26 @@ class BubblewrapSandbox:
                 pass
             except (ValueError, OSError) as error:
                 problems[name] = str(error)
-        return VerifierRun(exit_code, output.text()[0], exit_code is None, files, problems)
+        self._look_at_disk()
+        doubt = FULL if self._was_full else ""
+        return VerifierRun(exit_code, output.text()[0], exit_code is None, files, problems, doubt)
 
     async def stop(self) -> None:
         try:
             await self._end_session()
         finally:
-            scratch, self._scratch, self._directory = self._scratch, None, None
+            scratch, self._scratch = self._scratch, None
             if scratch is not None:
                 await _in_thread(scratch.remove)
 
+    def _look_at_disk(self) -> None:
+        self._was_full = self._was_full or not has_room(self._scratch.disk, self._config)
+
     def _prepare_verifier(self, task: Task, tests: Path, logs: Path) -> None:
-        """A protected copy of the tests and an empty log directory, outside the root, and where both get mounted."""
+        """A protected copy of the tests and an empty log directory, outside the root, and where both get mounted.
+
+        What the verifier's processes write counts against the sandbox's disk.
+        """
         for path in (tests, logs):
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
@@ -139,9 +153,8 @@ class BubblewrapSandbox:
                 await self._build_run(step, task)
         except OSError as error:
             raise SandboxLost(f"can't build the task's files: {error}", where=f"task {task.name}") from error
-        except T1Error as error:
-            error.where = error.where or f"task {task.name}"
-            raise
+        except T1Error as error:  # shows only while it is built: one episode's loss, not the phase's end
+            raise SandboxLost(error.problem, where=f"task {task.name}: {error.where}", remedy=error.remedy) from error
 
     async def _build_run(self, step: RunCommand, task: Task) -> None:
         exit_code, output = await self._run_once(
@@ -149,9 +162,9 @@ class BubblewrapSandbox:
         )
         if exit_code != 0:
             reason = "ran out of time" if exit_code is None else f"exit status {exit_code}"
-            raise T1Error(
+            raise SandboxLost(
                 f"RUN {step.command[:200]!r}: {reason}: {output.text()[0][-500:].strip()}",
-                where=f"task {task.name}: environment/Dockerfile",
+                where="environment/Dockerfile",
                 remedy="the sandbox has no network and the host's own programs: prepare the files with COPY instead",
             )
 
@@ -164,7 +177,7 @@ class BubblewrapSandbox:
         self, script: str, *, env, workdir: str, binds, timeout_s: float
     ) -> tuple[int | None, OutputBuffer]:
         """One script in namespaces of its own, everything dead afterwards. Exit status None: out of time."""
-        output_path = self._directory / "output"
+        output_path = self._scratch.disk / "output"
         descriptor = os.open(output_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             process = await start_bwrap(

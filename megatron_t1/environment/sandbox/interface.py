@@ -10,7 +10,7 @@ from megatron_t1.errors import T1Error
 
 
 class SandboxLost(T1Error):
-    """The sandbox died or can't be started: an infrastructure failure, never the agent's result."""
+    """The sandbox died, or can't be started or brought to the task's initial state: never the agent's result."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class VerifierRun:
     Attributes:
         files: regular files found in /logs/verifier among those asked for, name -> content.
         problems: name -> why a file that is there was not read (symbolic link, too large, ...).
+        doubt: why nothing of this may be trusted, whatever the files say; "" where there is no such reason.
     """
 
     exit_code: int | None
@@ -44,6 +45,7 @@ class VerifierRun:
     timed_out: bool
     files: dict[str, bytes] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    doubt: str = ""
 
 
 @runtime_checkable
@@ -55,7 +57,7 @@ class Sandbox(Protocol):
 
         Raises:
             T1Error: the task's Dockerfile can't be followed.
-            SandboxLost: the machine refuses the sandbox.
+            SandboxLost: the machine refuses the sandbox, or a step of the Dockerfile fails in it.
         """
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:

@@ -52,7 +52,7 @@ async def check_sandbox(config: SandboxConfig | None = None, scratch_dir: str | 
         if result.exit_code != 0 or result.output != "42\n":
             problems.append(f"a trivial command failed (status {result.exit_code}): {result.output.strip()[:300]}")
     except SandboxLost as error:
-        problems.append(error.problem)
+        problems += [error.problem, error.remedy] if error.remedy else [error.problem]
         problems += [remedy for path, value, remedy in _USER_NAMESPACES if _read(path) == value]
         if not shutil.which("setpriv") and os.geteuid() == 0:
             problems.append("setpriv (util-linux) is missing")

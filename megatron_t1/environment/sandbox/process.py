@@ -182,7 +182,10 @@ async def start_bwrap(
     Raises:
         SandboxLost: bwrap refuses; the message has its own words.
     """
-    root.prepare_run()
+    try:
+        root.prepare_run()
+    except OSError as error:
+        raise SandboxLost(f"can't write the sandbox's root: {error}", where=str(root.path)) from error
     info_read, info_write = os.pipe2(os.O_CLOEXEC)
     error_read, error_write = os.pipe2(os.O_CLOEXEC)
     block_read, block_write = os.pipe2(os.O_CLOEXEC)
@@ -231,12 +234,25 @@ async def start_bwrap(
         raise SandboxLost(
             f"bubblewrap did not start a sandbox: {complaint or error}",
             where=f"{find_bwrap()} on {root.path}",
-            remedy="unprivileged user namespaces must be allowed; check_sandbox() of "
-            "megatron_t1.environment.sandbox.preflight says what is missing",
+            remedy=_remedy(complaint, root),
         ) from error
     finally:
         os.close(info_read)
         os.close(block_write)
+
+
+def _remedy(complaint: str, root: PrivateRoot) -> str:
+    if f"{root.path}: Permission denied" in complaint:
+        return (
+            f"the user that sandboxes run as (uid {root.owner or os.geteuid()}) can't enter this directory: name one "
+            "that it may enter with env.sandbox.scratch_dir, or set TMPDIR"
+        )
+    if "Permission denied" in complaint:
+        return f"the user that sandboxes run as (uid {root.owner or os.geteuid()}) needs access to what is named"
+    return (
+        "unprivileged user namespaces must be allowed; check_sandbox() of megatron_t1.environment.sandbox.preflight "
+        "says what is missing"
+    )
 
 
 @cache

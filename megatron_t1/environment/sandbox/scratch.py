@@ -1,5 +1,5 @@
 """Directories of sandboxes on the host: one each, locked while its driver lives, so that a later driver can tell and
-remove what a killed one left.
+remove what a killed one left. All drivers of one user share one base directory, so that a later one looks there.
 """
 
 from __future__ import annotations
@@ -7,36 +7,76 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
-import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from megatron_t1.environment.sandbox.disk import mount_bounded, unmount
 from megatron_t1.environment.sandbox.root import remove_tree
 from megatron_t1.errors import T1Error
 
+BASE = "t1-sandboxes"
 PREFIX = "t1-sandbox-"
 LOCK = "lock"
-SETTLED_S = 60.0  # a younger directory may not have its lock yet
+DISK = "disk"  # what the sandbox's processes write to
 
 
 class ScratchDirectory:
-    """A new private directory below `base`; `remove` deletes it with all content."""
+    """A new private directory below `base`; `remove` deletes it with all content.
 
-    def __init__(self, base: str):
+    Args:
+        disk_mb, max_files: bound of `disk` where this process may mount; elsewhere `disk` is a plain directory.
+
+    Attributes:
+        path: for the driver alone.
+        disk: what the sandbox's processes write to.
+        bounded: whether `disk` is a file system of its own.
+    """
+
+    def __init__(self, base: str, disk_mb: int, max_files: int):
         _sweep(base)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.chmod(self.path, 0o711)
+        with _locked(base):
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+            self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path.chmod(0o711)
+        self.disk = self.path / DISK
+        try:
+            self.bounded = mount_bounded(self.disk, disk_mb, max_files)
+        except OSError:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         try:
+            unmount(self.disk)
             remove_tree(self.path)
         finally:
             if self._lock >= 0:
                 os.close(self._lock)
                 self._lock = -1
+
+
+def shared_base(directory: str | Path | None, owner: int | None) -> str:
+    """The base of this user's sandboxes, made if missing, below the first reachable directory (see `reachable`).
+
+    Raises:
+        T1Error: there is none, or somebody else's directory stands in its place.
+    """
+    path = Path(reachable(directory, owner)) / f"{BASE}-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o711)
+        path.chmod(0o711)  # whatever the umask
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise T1Error(
+            "the directory for sandboxes is not this user's own",
+            where=str(path),
+            remedy="remove it, or name another place with env.sandbox.scratch_dir",
+        )
+    return str(path)
 
 
 def reachable(directory: str | Path | None, owner: int | None) -> str:
@@ -61,20 +101,43 @@ def reachable(directory: str | Path | None, owner: int | None) -> str:
 
 
 def remove_abandoned(base: str) -> int:
-    """Remove sandbox directories below `base` whose driver is dead; returns how many."""
+    """Remove sandbox directories below `base` whose driver is dead, with their mounts; returns how many."""
+    with _locked(base):  # nobody is between making a directory and locking it
+        abandoned = [(path, lock) for path in Path(base).glob(f"{PREFIX}*") if (lock := _take(path)) is not None]
     removed = 0
-    for path in Path(base).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or another driver was faster
-            if time.time() - path.stat().st_mtime < SETTLED_S or path.is_symlink():
-                continue
-            lock = os.open(path / LOCK, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_tree(path)
-                removed += 1
-            finally:
-                os.close(lock)
+    for path, lock in abandoned:
+        with contextlib.suppress(OSError):  # another driver was faster
+            unmount(path / DISK)
+            remove_tree(path)
+            removed += 1
+        if lock >= 0:
+            os.close(lock)
     return removed
+
+
+def _take(path: Path) -> int | None:
+    """The lock of an abandoned directory (-1: its driver died before it had one); None: its driver lives."""
+    try:
+        lock = os.open(path / LOCK, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return -1
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+@contextlib.contextmanager
+def _locked(base: str) -> Iterator[None]:
+    """Held only while directories are made and locked, or looked through."""
+    lock = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 @cache

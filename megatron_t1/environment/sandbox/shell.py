@@ -1,8 +1,9 @@
-"""A persistent bash: commands go in over one pipe, their output comes over another, their status over a third.
+"""A persistent bash: commands go in over one channel, their output comes over another, their status over a third.
 
 When a status arrives, everything the command wrote already lies in the output pipe, so no marker is mixed into the
-output. What ends or wedges the shell itself (`exit`, `exec`, a loop of builtins at its time limit) ends the whole
-process tree; the next command gets a new shell in the last known directory.
+output. Commands and status use sockets: a pipe could be opened again (/proc/PID/fd) by what the shell starts, which
+could then answer in its place. What ends or wedges the shell itself (`exit`, `exec`, a loop of builtins at its time
+limit) ends the whole process tree; the next command gets a new shell in the last known directory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -55,9 +57,9 @@ class Shell:
         return self._process is not None
 
     async def start(self) -> None:
-        command_read, command_write = _pipe()
-        status_read, status_write = _pipe()
-        output_read, output_write = _pipe()
+        command_write, command_read = _channel(_socket_pair)
+        status_read, status_write = _channel(_socket_pair)
+        output_read, output_write = _channel(os.pipe)
         self._descriptors = [command_write, status_read, output_read]
         for descriptor in self._descriptors:
             os.set_blocking(descriptor, False)
@@ -170,7 +172,7 @@ class _Call:
             self._pending = self._pending[os.write(self._command_fd, self._pending) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:
+        except ConnectionError:
             self._pending = self._pending[:0]
         if self._pending:
             self._loop.add_writer(self._command_fd, self._write)
@@ -205,11 +207,17 @@ class _Call:
         return bool(block)
 
 
-def _pipe() -> tuple[int, int]:
-    read, write = os.pipe2(os.O_CLOEXEC)
-    moved = tuple(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FD) for descriptor in (read, write))
-    os.close(read)
-    os.close(write)
+def _socket_pair() -> tuple[int, int]:
+    ours, shells = socket.socketpair()
+    return ours.detach(), shells.detach()
+
+
+def _channel(make: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """The driver's end and the shell's."""
+    made = make()
+    moved = tuple(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FD) for descriptor in made)
+    for descriptor in made:
+        os.close(descriptor)
     return moved
 
 

@@ -1,0 +1,68 @@
+"""What a command needs on disk before it starts: is it there, and is it what its option says?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_t1.config.compose import flatten
+from megatron_t1.config.schema import MISSING, Config
+
+ADVICE = {
+    "model.path": "`t1 model init` makes a tiny one, `t1 train sft` trains it",
+    "env.tasks": "`t1 tasks generate` makes tasks",
+    "eval.tasks": "`t1 tasks generate` makes tasks",
+    "train.sft.demonstrations": "`t1 tasks demonstrate` makes demonstrations",
+}
+MODEL_FILES = ("config.json", "tokenizer.json")
+TASK_FILES = ("task.toml", "instruction.md")
+
+
+def missing_inputs(config: Config, options: Iterable[str]) -> list[str]:
+    """One line for each of the path options that is not set, names nothing, or names something else."""
+    flat = flatten(config)
+    problems = []
+    for option in options:
+        value = flat[option]
+        if not value or value == MISSING:
+            problems.append(f"{option} is not set")
+            continue
+        lacks = _lacks(option, Path(value)) if Path(value).is_dir() else "no such directory"
+        if lacks:
+            problems.append(f"{option}={value}: {lacks} ({ADVICE[option]})")
+    return problems
+
+
+def _lacks(option: str, directory: Path) -> str:
+    """What `directory` lacks to be what `option` names; "" when it looks complete."""
+    if option == "model.path":
+        absent = [name for name in MODEL_FILES if not (directory / name).is_file()]
+        if not any(directory.glob("*.safetensors")):
+            absent.append("*.safetensors")
+        return f"no model, {', '.join(absent)} missing" if absent else ""
+    if option in ("env.tasks", "eval.tasks"):
+        found = any((folder / name).is_file() for folder in directory.iterdir() for name in TASK_FILES)
+        return "" if found else "no task in it, which is a folder with task.toml"
+    return ""
+
+
+def run_dir_problems(config: Config) -> list[str]:
+    """Why the run directory can't be one: a run that lies inside another would be part of it."""
+    root = Path(config.run.dir).resolve()
+    inside = next((parent for parent in root.parents if is_run(parent)), None)
+    if inside is None:
+        return []
+    return [f"run.dir={config.run.dir} lies inside the run {inside}: name a directory outside of it"]
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a training was started in `directory`."""
+    return (directory / "manifest.json").is_file() and (directory / "config.yaml").is_file()
+
+
+def device_problems(config: Config) -> list[str]:
+    """Whether the device that is asked for is there. Of this machine only: phases under Slurm run on others."""
+    cluster = config.cluster
+    if cluster.backend == "cuda" and cluster.launcher == "local" and not any(Path("/dev").glob("nvidia[0-9]*")):
+        return ["cluster.backend=cuda: this machine has no NVIDIA device (/dev/nvidia0); use cluster.backend=cpu"]
+    return []

@@ -1,0 +1,83 @@
+"""Options that name code: can it be imported, and can it be used in that place? Nothing named is called."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from typing import Any
+
+from megatron_t1.config.schema import Config
+
+SANDBOX_METHODS = ("start", "run", "run_verifier", "stop")
+
+
+def target_problems(config: Config) -> list[str]:
+    """One line for each of the options that names nothing usable."""
+    problems = []
+    reward, sandbox = config.reward._target_, config.env.sandbox._target_
+    for option, target, unusable in (
+        ("reward._target_", reward, _unusable_reward),
+        ("env.sandbox._target_", sandbox, _unusable_sandbox),
+    ):
+        module, _, name = target.rpartition(".")
+        if not module or not name.isidentifier():
+            problems.append(f"{option}={target!r} is not package.module.Class")
+        elif problem := _unresolvable(module, name) or unusable(_resolved(module, name)):
+            problems.append(f"{option}={target}: {problem}")
+    return problems + _chat_format(config.model.chat_format)
+
+
+def _chat_format(name: str) -> list[str]:
+    known = "there are chatml_bash, renderers:FAMILY and package.module:Class"
+    module, _, attribute = name.partition(":")
+    if name == "chatml_bash" or (module == "renderers" and attribute):
+        return []  # which families there are is known in the rollout's environment
+    if not module or not attribute.isidentifier():
+        return [f"model.chat_format={name!r} is unknown; {known}"]
+    problem = _unresolvable(module, attribute)
+    return [f"model.chat_format={name}: {problem}; {known}"] if problem else []
+
+
+def _unusable_reward(found: Any) -> str:
+    """A reward is made with `scale` and then called with a verdict."""
+    if not _accepts(found, scale=1.0):
+        return "is no reward: it can't be made with scale=..., as megatron_t1.environment.reward.DenseReward is"
+    if inspect.isclass(found) and not any("__call__" in vars(base) for base in found.__mro__):
+        return "is no reward: what it makes can't be called with a verdict"
+    return ""
+
+
+def _unusable_sandbox(found: Any) -> str:
+    if not _accepts(found, None, None, 0):
+        return "is no sandbox: it can't be made with (config, scratch_dir, output_limit)"
+    lacking = [name for name in SANDBOX_METHODS if inspect.isclass(found) and not hasattr(found, name)]
+    return f"is no sandbox: it has no {', '.join(lacking)}" if lacking else ""
+
+
+def _accepts(found: Any, *arguments: Any, **named: Any) -> bool:
+    try:
+        inspect.signature(found).bind(*arguments, **named)
+    except (TypeError, ValueError):  # not callable, other parameters, or a built-in without a signature
+        return False
+    return True
+
+
+def _resolved(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _unresolvable(module: str, name: str) -> str:
+    """Why `module.name` can't be imported; "" when it can."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        return f"can't be imported ({error})"
+    if found is None:
+        return f"there is no module {module}"
+    try:
+        if not hasattr(importlib.import_module(module), name):
+            return f"module {module} has no {name}"
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        return f"can't be imported ({type(error).__name__}: {error})"
+    return ""
