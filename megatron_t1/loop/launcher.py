@@ -20,7 +20,7 @@ from typing import Protocol
 
 from megatron_t1.config.schema import Config, ResourcesConfig
 from megatron_t1.errors import T1Error
-from megatron_t1.loop.processes import marked, send
+from megatron_t1.processes import marked, send
 
 LAUNCH_MARK = "T1_LAUNCH"  # environment variable that every process of one launch inherits
 MAIN_LOG = "main.log"

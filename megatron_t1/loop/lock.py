@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_t1.errors import T1Error
-from megatron_t1.loop.processes import start_ticks
+from megatron_t1.processes import start_ticks
 
 LOCK_FILE = "loop.lock"
 HEARTBEAT_S = 10.0

@@ -24,7 +24,7 @@ from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand, Stopped, make_launcher, require_success
 from megatron_t1.loop.lock import RunLock
 from megatron_t1.loop.manifest import FinishedStep, Manifest, config_digest, open_manifest
-from megatron_t1.loop.steps import Key, Step, all_steps, next_step, predecessors, successors
+from megatron_t1.loop.steps import Key, Step, all_steps, next_step, predecessors, readers
 from megatron_t1.loop.storage import require_space, retire
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs, summarised
@@ -212,9 +212,9 @@ class Runner:
 
     def forget(self, key: Key) -> None:
         """Take a step out of the manifest so that it can be run again by hand; refused once others have read it."""
-        readers = [other for other in successors(self.config.loop, key) if other in self.manifest.keys]
-        if readers:
-            names = ", ".join(f"{phase} of iteration {iteration}" for iteration, phase in readers)
+        read_by = readers(self.config.loop, key, self.manifest.keys)
+        if read_by:
+            names = ", ".join(f"{phase} of iteration {iteration}" for iteration, phase in read_by)
             raise T1Error(
                 f"{key[1]} of iteration {key[0]} is finished and was read by {names}",
                 where=str(self.paths.manifest),

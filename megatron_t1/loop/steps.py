@@ -101,6 +101,6 @@ def predecessors(loop: LoopConfig, key: Key) -> list[Key]:
     return []
 
 
-def successors(loop: LoopConfig, key: Key) -> list[Key]:
-    """Steps that read this one's outputs."""
-    return [other for step in all_steps(loop) for other in step.keys if key in predecessors(loop, other)]
+def readers(loop: LoopConfig, key: Key, finished: Collection[Key]) -> list[Key]:
+    """Finished steps that read this one's outputs; also those beyond a `loop.iterations` that was lowered since."""
+    return [other for other in sorted(finished) if key in predecessors(loop, other)]

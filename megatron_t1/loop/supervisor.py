@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from megatron_t1.loop.processes import become_subreaper, die_with_parent, end_descendants, reap
+from megatron_t1.processes import become_subreaper, die_with_parent, end_descendants, reap
 
 END_GRACE_S = 2.0  # for what a command that ended by itself leaves behind
 
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: stop_requests.append(received))
     become_subreaper()
-    die_with_parent(parent, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM, parent=parent)
     with open(log_file, "ab", buffering=0) as log:
         try:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

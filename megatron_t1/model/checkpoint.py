@@ -10,6 +10,7 @@ Everything is written into a directory beside it and renamed. The model part can
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from megatron_t1.phase import WrittenFile
 MARKER_FILE = "checkpoint.json"
 STATE_FILE = "state.json"
 FORMAT_VERSION = 1
+LITTLE_SPACE = 16 * 2**20  # bytes; torch's archive writer raises a RuntimeError on a full disk
 
 
 class SynchronousSave(TorchDistSaveShardedStrategy):
@@ -159,10 +161,14 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
 def _write(entries: dict[str, Any], partial: Path, final: Path) -> None:
     try:
         dist_checkpointing.save(entries, str(partial), SynchronousSave("torch_dist", 1))
-    except (OSError, torch_checkpoint.CheckpointException) as error:
+    except (OSError, RuntimeError, torch_checkpoint.CheckpointException) as error:
+        free = shutil.disk_usage(partial).free
+        if isinstance(error, RuntimeError) and free > LITTLE_SPACE:
+            raise
+        # On a full disk torch's archive writer speaks of positions in the file; the free space says what happened.
         causes = [str(cause) for cause, _ in getattr(error, "failures", {}).values()] or [str(error)]
         raise T1Error(
-            f"the checkpoint can't be written: {causes[0]}",
+            f"the checkpoint can't be written, {free / 2**20:.1f} MiB are free there: {causes[0]}",
             where=str(final),
             remedy="free space or mend the file system, then start again; earlier checkpoints are intact",
         ) from error

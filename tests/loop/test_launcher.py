@@ -13,8 +13,8 @@ from megatron_t1.errors import T1Error
 from megatron_t1.loop import launcher as launcher_module
 from megatron_t1.loop.launcher import PhaseCommand, Stopped, last_lines, require_success
 from megatron_t1.loop.local import LocalLauncher
-from megatron_t1.loop.processes import start_ticks
 from megatron_t1.loop.steps import Step
+from megatron_t1.processes import start_ticks
 
 STEP = Step(0, ("rollout",))
 

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_t1.config.schema import LoopConfig
-from megatron_t1.loop.steps import all_steps, next_step, predecessors, successors
+from megatron_t1.loop.steps import all_steps, next_step, predecessors, readers
 
 
 def walk(loop):
@@ -44,7 +44,15 @@ def test_what_a_step_reads():
     assert predecessors(loop, (3, "actor")) == [(3, "rollout"), (3, "critic"), (2, "actor")]
     assert predecessors(loop, (2, "actor")) == [(2, "rollout"), (2, "critic")]
     assert predecessors(loop, (1, "critic")) == [(1, "rollout"), (0, "critic")]
-    assert (3, "critic") in successors(loop, (2, "critic"))
+
+
+def test_readers_are_found_beyond_a_lowered_number_of_iterations():
+    finished = {(2, "critic"), (2, "actor"), (3, "critic"), (4, "critic")}
+    assert readers(LoopConfig(warmup_iterations=2, iterations=3), (2, "critic"), finished) == [
+        (2, "actor"),
+        (3, "critic"),
+    ]
+    assert readers(LoopConfig(warmup_iterations=2, iterations=1), (3, "critic"), finished) == [(4, "critic")]
 
 
 loops = st.builds(

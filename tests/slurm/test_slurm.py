@@ -12,10 +12,10 @@ from megatron_t1.errors import T1Error
 from megatron_t1.loop.launcher import PhaseCommand
 from megatron_t1.loop.lock import LOCK_FILE, RunLock, this_process
 from megatron_t1.loop.manifest import Manifest
-from megatron_t1.loop.processes import start_ticks
 from megatron_t1.loop.slurm import PORTS, Allocation, SlurmLauncher, compare, cpus_per_task, first_node, meeting_port
 from megatron_t1.loop.steps import all_steps
 from megatron_t1.paths import RunPaths
+from megatron_t1.processes import start_ticks
 
 
 @pytest.mark.parametrize(

@@ -8,26 +8,28 @@ command's; 128 + signal when it was killed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import selectors
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: the package isn't imported, one sibling module is
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import process_death
+if __package__ in (None, ""):  # run as a file: the package isn't imported, one module of it is
+    _spec = importlib.util.spec_from_file_location("processes", Path(__file__).resolve().parents[2] / "processes.py")
+    processes = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(processes)
 else:
-    from megatron_t1.rollout import process_death
+    from megatron_t1 import processes
 
+SUPERVISED = "MEGATRON_T1_SUPERVISED"  # set in the engine's environment: its processes die with their parent
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 
 
 def main(command: list[str]) -> int:
-    process_death.adopt_orphans()
-    process_death.die_with_parent(signal.SIGTERM)
+    processes.become_subreaper()
+    processes.die_with_parent(signal.SIGTERM)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     stop = False
@@ -43,46 +45,21 @@ def main(command: list[str]) -> int:
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        env={**os.environ, process_death.SUPERVISED: str(os.getpid())},
-        preexec_fn=process_death.die_with_parent,  # covers a kill -9 of this process
+        env={**os.environ, SUPERVISED: str(os.getpid())},
+        preexec_fn=processes.die_with_parent,  # covers a kill -9 of this process
     )
+    ended: dict[int, int] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "driver")
         selector.register(wake_read, selectors.EVENT_READ, "signal")
-        while not stop and child.poll() is None:
+        while not stop and child.pid not in ended:
             for key, _ in selector.select(timeout=1.0):
                 if not os.read(key.fd, 4096) and key.data == "driver":
                     stop = True
-    end_all(child)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def end_all(child: subprocess.Popen) -> None:
-    """SIGTERM to every descendant, SIGKILL after the grace time, until none is left."""
-    deadline = time.monotonic() + GRACE_S
-    signal_number = signal.SIGTERM
-    while True:
-        alive = [pid for pid in process_death.descendants(os.getpid()) if not _reap(pid, child)]
-        if not alive:
-            return
-        if time.monotonic() > deadline:
-            signal_number = signal.SIGKILL
-        for pid in alive:
-            try:
-                os.kill(pid, signal_number)
-            except ProcessLookupError:
-                pass
-        time.sleep(0.05)
-
-
-def _reap(pid: int, child: subprocess.Popen) -> bool:
-    """Whether `pid` has ended; takes its exit status where it is ours to take."""
-    if pid == child.pid:
-        return child.poll() is not None
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return False  # a grandchild that still has its own parent
+            ended |= processes.reap()
+    processes.end_descendants(os.getpid(), GRACE_S, ended)
+    code = os.waitstatus_to_exitcode(ended.get(child.pid, signal.SIGKILL))
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 
 from megatron_t1.errors import T1Error
-from megatron_t1.rollout.process_death import SUPERVISED, die_with_parent
+from megatron_t1.processes import die_with_parent
+from megatron_t1.rollout.engine.supervisor import SUPERVISED
 
 SUPPORTED = ("0.32",)  # release lines of vLLM whose internals this plugin was checked against
 WORKER = "megatron_t1.rollout.vllm_cpu.runner.RoutesCPUWorker"

@@ -1,4 +1,7 @@
-"""Process trees on Linux: who descends from whom, and how to end them all. Reads /proc; needs nothing else."""
+"""Process trees on Linux: who descends from whom, who dies with whom, and how to end them all.
+
+Standard library only and without imports from the package: the engine's supervisor loads this file by its path.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent (the thread that started it) ends."""
+def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
+    """Have the kernel send this process a signal when its parent (the thread that started it) ends.
+
+    Args:
+        parent: its process id, where the caller knows it: when it has ended already, the signal is sent at once.
+    """
     _prctl(PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != parent:  # the parent ended before the request reached the kernel
+    if parent is not None and os.getppid() != parent:  # it ended before the request reached the kernel
         os.kill(os.getpid(), signal_number)
 
 
@@ -69,16 +76,19 @@ def send(pids: Iterable[int], number: int) -> None:
             continue
 
 
-def end_descendants(root: int, grace_s: float) -> int:
+def end_descendants(root: int, grace_s: float, ended: dict[int, int] | None = None) -> int:
     """SIGTERM to everything below `root`, SIGKILL to what is left after `grace_s`; returns how many had to be killed.
 
-    Reaps its own children while it waits, so it may be called by a subreaper for itself.
+    Reaps its own children while it waits, so it may be called by a subreaper for itself; their wait statuses are added
+    to `ended`.
     """
+    ended = {} if ended is None else ended
     send(descendants(root), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
-        reap()
+        ended |= reap()
         if not descendants(root):
+            ended |= reap()  # what became a zombie between the two lines above
             return 0
         time.sleep(0.02)
     killed: set[int] = set()
@@ -89,7 +99,7 @@ def end_descendants(root: int, grace_s: float) -> int:
         killed.update(alive)
         send(alive, signal.SIGKILL)
         time.sleep(0.02)
-        reap()
+        ended |= reap()
     return len(killed)
 
 
