@@ -4,16 +4,22 @@ export VENV
 T1 := $(VENV)/bin/t1
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: help setup quickstart learn learn-table gap test test-fast lint clean
+.PHONY: help setup quickstart learn learn-table audit conformance stream gap invariance ppo-bench test test-fast test-matrix lint clean
 
 help:
 	@echo "make setup       environment in $(VENV): torch (CPU), vLLM (CPU), Megatron-Core, this package"
 	@echo "make quickstart  tasks, SFT, critic warm-up and 3 PPO iterations on two CPU cores, with evaluation"
 	@echo "make learn       a longer training: SEED=0, reward=dense or reward=binary"
 	@echo "make learn-table what the finished runs of make learn came to"
+	@echo "make audit       1,524 episodes by the real vLLM, 24 of them over 300 turns: does training see the same tokens?"
+	@echo "make conformance  every chat format through every case, over 300 turns; writes docs/chat-formats.md"
+	@echo "make stream      the token stream over 300 turns and 200k tokens, beside renderers' bridge and re-rendering"
 	@echo "make gap         log-prob gap between sampler and trainer, fp32 and bf16, with and without replay"
+	@echo "make invariance  loss, metrics and gradients of PPO in over 100 layouts and splits of one batch"
+	@echo "make ppo-bench   GAE, log-probs and packing, beside peers' functions where T1_PEERS names their checkouts"
 	@echo "make test        all tests (real vLLM, Megatron over two processes, Slurm where installed)"
 	@echo "make test-fast   only the fast ones (under 3 minutes)"
+	@echo "make test-matrix the replay tests on megatron-core 0.13.1 to 0.19.2; writes docs/replay-layouts.md"
 	@echo "make lint        ruff"
 
 setup:
@@ -30,9 +36,24 @@ learn: setup
 learn-table: setup
 	@$(VENV)/bin/python benchmarks/learning.py
 
+audit: setup
+	@scripts/audit.sh $(VENV)
+
+conformance: setup
+	@$(VENV)/bin/python benchmarks/conformance.py --write docs/chat-formats.md
+
+stream: setup
+	@$(VENV)/bin/python benchmarks/stream.py
+
 gap: setup
 	@$(VENV)/bin/t1 tasks generate experiment=quickstart
 	@$(VENV)/bin/python benchmarks/gap.py
+
+invariance: setup
+	T1_INVARIANCE=all $(PYTEST) tests/training/test_invariance.py -q
+
+ppo-bench: setup
+	@$(VENV)/bin/python benchmarks/ppo.py
 
 test: setup
 	$(PYTEST)
@@ -40,9 +61,12 @@ test: setup
 test-fast: setup
 	$(PYTEST) -m "not slow and not gpu"
 
+test-matrix: setup
+	@$(VENV)/bin/python scripts/test_matrix.py --write-docs docs/replay-layouts.md
+
 lint: setup
-	$(VENV)/bin/ruff check megatron_t1 tests benchmarks
-	$(VENV)/bin/ruff format --check megatron_t1 tests benchmarks
+	$(VENV)/bin/ruff check megatron_t1 tests benchmarks scripts
+	$(VENV)/bin/ruff format --check megatron_t1 tests benchmarks scripts
 
 clean:
 	rm -rf runs tasks outputs multirun dist .pytest_cache .hypothesis .ruff_cache

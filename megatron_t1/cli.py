@@ -123,11 +123,72 @@ Writes model.path: config.json, safetensors, tokenizer. The tokenizer is trained
         configured=False,
     ),
     Command(
+        ("import", "jsonl"), "import_:jsonl", "records of other people's token ids, masks and log-probs (JSON lines)",
+        """\
+One trajectory on each line; docs/token-streams.md describes the fields.
+
+  t1 import jsonl FILE ... --out DIR
+  --contract FILE       the sampling contract of lines that state none, as JSON: PPO needs one
+  --run RUN --iteration N   instead of --out: as the rollout of that iteration, for `t1 train` by hand""",
+        configured=False,
+    ),
+    Command(
+        ("import", "harbor"), "import_:harbor", "records of Harbor trials or ATIF trajectories with token ids",
+        """\
+PATH: a trial, a directory of trials, a trial's result.json, or an ATIF file. Writes an exchange log as well, so that
+`t1 audit` can show what was made of it.
+
+  t1 import harbor PATH ... --out DIR
+  --scale X             reward of one passed check, where the verifier's ctrf.json counts them (default 0.25)
+  --contract FILE, --run RUN --iteration N   as for `t1 import jsonl`""",
+        configured=False,
+    ),
+    Command(
+        ("inspect",), "inspect:inspect", "one record, shard or exchange log: header, spans, where the loss is",
+        """\
+  t1 inspect RUN/rollouts/iter_0003/x.shard.safetensors                    the records in it
+  t1 inspect RUN/rollouts/iter_0003/x.shard.safetensors --trajectory ID    one of them
+  t1 inspect RUN/rollouts/iter_0003/exchange.0.x.log                       what the engine was asked and answered
+  --tokenizer DIR       text instead of ids, with the tokenizer.json of a model directory
+  --all                 every span of a long trajectory""",
+        configured=False,
+    ),
+    Command(
+        ("audit",), "audit:audit", "does training see exactly the tokens that the sampler saw and produced?",
+        """\
+PATH: a run, a directory of records, a shard or a record. Compares every trajectory, as training reads it, with the log
+of the exchange with the engine that lies beside the records: tokens inside and outside the loss, mask, log-probs,
+turns, routes, sampling contract. Exit status 1 when anything differs, 2 when something can't be read.
+
+  t1 audit RUN
+  t1 audit RUN/rollouts/iter_0003 --report audit.json
+  --report FILE         everything that was found, as JSON, with the SHA-256 of all files read
+  --baseline rerender   beside it: what decoding, parsing, rendering and encoding again would have done
+  --rescore N           score N trajectories of each directory again with the engine (prompt log-probabilities)
+  --model DIR           model directory for the last two; default: the run's own
+  --chat-format NAME    of the baseline; default: the records' own""",
+        configured=False,
+    ),
+    Command(
         ("compare",), "inspect:compare", "is run B better than run A? Paired bootstrap over tasks and attempts",
         """  t1 compare RUN_A RUN_B             newest evaluations of two runs
   t1 compare RUN                     first and newest evaluation of one run
   t1 compare A/evaluations/iter_0000 B/evaluations/iter_0003
   --seed N --samples N               of the bootstrap""",
+        configured=False,
+    ),
+    Command(
+        ("patch",), "patch:patch", "patches for a Megatron checkout of your own: status, apply, revert, diff",
+        """  t1 patch status --checkout DIR     what each patch is to the checkout; exit status 1 when one doesn't fit
+  t1 patch diff   --checkout DIR     what the patches change, as a unified diff
+  t1 patch apply  --checkout DIR     all that fit, or nothing; again: nothing more happens
+  t1 patch revert --checkout DIR     the files are byte for byte what they were
+  --only NAME                        this patch only; may be repeated
+  --dry-run                          say what would be done, and write nothing
+  --patches DIR                      declarations of your own
+
+DIR is a Megatron-LM checkout, or a directory that holds megatron/core (site-packages). Nothing in it is run.
+docs/patches.md lists the patches.""",
         configured=False,
     ),
 )  # fmt: skip

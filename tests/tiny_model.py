@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig, ModelConfig
+
+WANTED_MEGATRON = "T1_TEST_MEGATRON"  # VERSION@DIRECTORY: tests that import any other megatron-core fail
 
 ARCHITECTURE = ArchitectureConfig(
     vocab_size=67,  # odd, so that two tensor-parallel ranks need padding
@@ -53,14 +56,16 @@ def hf_config(architecture: ArchitectureConfig, dtype: str = "float32") -> dict[
     }
 
 
-def write_hf(directory: Path, architecture: ArchitectureConfig = ARCHITECTURE, dtype: str = "float32") -> Path:
+def write_hf(
+    directory: Path, architecture: ArchitectureConfig = ARCHITECTURE, dtype: str = "float32", *, seed: int = 1
+) -> Path:
     """A Hugging Face directory with random weights and something like a tokenizer."""
     import torch
     from safetensors.torch import save_file
 
     from megatron_t1.model.mapping import Qwen3MoeMapping
 
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in Qwen3MoeMapping(architecture).tensors():
         if name == "lm_head.weight" and architecture.tie_word_embeddings:
@@ -90,7 +95,19 @@ def cpu_backend():
 
     backend = select_backend("cpu")
     backend.prepare()
+    if wanted := os.environ.get(WANTED_MEGATRON):
+        version, directory = megatron_version()
+        assert f"{version}@{directory}" == wanted, (
+            f"megatron-core {version} from {directory} was imported, not {wanted}"
+        )
     return backend
+
+
+def megatron_version() -> tuple[str, str]:
+    """Version of the megatron-core in this process, and the directory it was imported from."""
+    import megatron.core
+
+    return megatron.core.__version__, str(Path(megatron.core.__file__).resolve().parents[2])
 
 
 def tokens(sequences: int, length: int, seed: int = 0, vocab_size: int = ARCHITECTURE.vocab_size):

@@ -1,4 +1,4 @@
-"""`t1 show` and `t1 compare`: read a run, change nothing (but its plots)."""
+"""`t1 show`, `t1 compare` and `t1 inspect`: read a run or a file, change nothing (but plots)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from megatron_t1.cli import Invocation
 from megatron_t1.errors import ConfigError, IncompleteError
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line as every other command does."""
+
     def error(self, message: str):
         raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` says more")
 
 
 def show(invocation: Invocation) -> int:
-    parser = _Parser(prog="t1 show", add_help=False)
+    parser = Parser(prog="t1 show", add_help=False)
     parser.add_argument("run")
     parser.add_argument("--trajectory", metavar="ID")
     parser.add_argument("--trajectories", action="store_true")
@@ -44,8 +46,21 @@ def show(invocation: Invocation) -> int:
     return 0
 
 
+def inspect(invocation: Invocation) -> int:
+    parser = Parser(prog="t1 inspect", add_help=False)
+    parser.add_argument("file")
+    parser.add_argument("--trajectory", metavar="ID", default="")
+    parser.add_argument("--tokenizer", metavar="DIR")
+    parser.add_argument("--all", action="store_true")
+    options = parser.parse_args(invocation.arguments)
+    from megatron_t1.report.record_view import print_file
+
+    print_file(options.file, trajectory=options.trajectory, tokenizer=options.tokenizer, every_span=options.all)
+    return 0
+
+
 def compare(invocation: Invocation) -> int:
-    parser = _Parser(prog="t1 compare", add_help=False)
+    parser = Parser(prog="t1 compare", add_help=False)
     parser.add_argument("a")
     parser.add_argument("b", nargs="?")
     parser.add_argument("--seed", type=int, default=0)

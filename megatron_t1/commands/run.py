@@ -43,8 +43,14 @@ def run(invocation: Invocation) -> int:
     inputs = ["model.path", "env.tasks"]
     if any(evaluates(config.loop, iteration) for iteration in range(total_iterations(config.loop) + 1)):
         inputs.append("eval.tasks")
+    inputs += _reference_input(config)
     require_startable(config, inputs)
     return _stoppable(lambda: _run(config))
+
+
+def _reference_input(config: Config) -> list[str]:
+    """The option that names a reference policy of its own, where there is one."""
+    return ["train.actor.reference"] if config.train.actor.reference else []
 
 
 def _run(config: Config) -> int:
@@ -70,7 +76,7 @@ def phase(invocation: Invocation) -> int:
     wanted, config.iteration = config.iteration, -1
     if not is_run(RunPaths.of(config.run.dir).root):
         _require_first(config, name)
-    require_startable(config, INPUTS[name])
+    require_startable(config, [*INPUTS[name], *(_reference_input(config) if name == "actor" else [])])
     return _stoppable(lambda: _phase(config, name, wanted))
 
 

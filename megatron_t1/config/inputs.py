@@ -10,6 +10,7 @@ from megatron_t1.config.schema import MISSING, Config
 
 ADVICE = {
     "model.path": "`t1 model init` makes a tiny one, `t1 train sft` trains it",
+    "train.actor.reference": "empty: model.path",
     "env.tasks": "`t1 tasks generate` makes tasks",
     "eval.tasks": "`t1 tasks generate` makes tasks",
     "train.sft.demonstrations": "`t1 tasks demonstrate` makes demonstrations",
@@ -35,7 +36,7 @@ def missing_inputs(config: Config, options: Iterable[str]) -> list[str]:
 
 def _lacks(option: str, directory: Path) -> str:
     """What `directory` lacks to be what `option` names; "" when it looks complete."""
-    if option == "model.path":
+    if option in ("model.path", "train.actor.reference"):
         absent = [name for name in MODEL_FILES if not (directory / name).is_file()]
         if not any(directory.glob("*.safetensors")):
             absent.append("*.safetensors")

@@ -67,7 +67,7 @@ class ArchitectureConfig:
 class ModelConfig:
     name: str = "tiny"
     path: str = ""  # Hugging Face directory the policy starts from (config.json, safetensors, tokenizer.json)
-    chat_format: str = "chatml_bash"  # how turns are written as tokens: megatron_t1.rollout.formats
+    chat_format: str = "chatml_bash"  # how turns are written as tokens: docs/chat-formats.md
     dtype: str = "float32"  # float32 | bfloat16: of training and of the exported checkpoint
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
 
@@ -136,6 +136,7 @@ class EnvConfig:
     tasks: str = MISSING  # directory of Harbor-format tasks to train on
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     max_turns: int = 8  # assistant turns; 300 and more for the real thing
+    min_turns: int = 0  # before this turn neither a submission nor lost format ends the episode: for tests of length
     command_timeout_s: float = 10.0
     output_limit: int = 200  # characters of a command's output shown to the model: head and tail are kept
     agent_timeout_s: float = 120.0
@@ -198,12 +199,14 @@ class ActorConfig(OptimizerConfig):
     clip_high: float = 0.28  # ours
     dual_clip: float = 0.0  # 0: off; otherwise > 1
     entropy_coef: float = 0.0
-    kl_coef: float = 0.0  # to the reference policy (model.path); needs a reference role
-    kl_estimator: str = "k3"  # k1 | k2 | k3
+    kl_coef: float = 0.0  # of the KL to the reference policy, per token; 0: no reference role
+    kl_estimator: str = "k3"  # k1 | k2 | k3; as a loss k1 has no pull on average (docs/ppo.md)
+    reference: str = ""  # Hugging Face directory of the reference policy; empty: model.path
     old_logprobs: str = "sampler"  # sampler | recomputed: which policy is "old" in the PPO ratio
-    correction: str = "none"  # none | truncated | band: sampler/trainer gap; only with old_logprobs=recomputed
-    correction_cap: float = 2.0
-    correction_low: float = 0.5
+    # none | truncated | band | sequence: factor for the sampler/trainer gap; only with old_logprobs=recomputed
+    correction: str = "none"
+    correction_cap: float = 2.0  # largest factor
+    correction_low: float = 0.5  # of the band: tokens with a smaller factor, or one above the cap, are rejected
 
 
 @dataclass
@@ -211,7 +214,12 @@ class CriticConfig(OptimizerConfig):
     lr: float = 5e-4  # ours
     epochs: int = 2
     minibatches: int = 4
-    warmup_epochs: int = 4  # passes over each warm-up iteration's rollouts; ours
+    warmup_epochs: int = 4  # passes over each warm-up iteration's rollouts, or the most there may be; ours
+    # Trajectories of whole tasks that a warm-up is not trained on: it ends when their explained variance stops rising,
+    # and the best critic is kept. 0: all of warmup_epochs; otherwise at least 64.
+    warmup_holdout: int = 0
+    warmup_min_epochs: int = 2
+    warmup_patience: int = 2  # epochs without a new best
     value_clip: float = 0.0  # 0: off
     loss: str = "mse"  # mse | huber
     huber_delta: float = 1.0
@@ -224,6 +232,7 @@ class GaeConfig:
     lambda_actor: float = 1.0  # ours
     lambda_critic: float = 1.0  # ours
     length_adaptive_alpha: float = 0.0  # VAPO: lambda_actor = 1 - 1 / (alpha * sampled tokens); 0: off
+    turn_level: bool = False  # discount and trace between turns only, not between tokens of one turn
     advantages: str = "raw"  # raw | centred | whitened over the global batch
 
 
@@ -233,6 +242,7 @@ class ReplayConfig:
 
     actor: bool = True
     critic: bool = False
+    reference: bool = True  # with train.actor.kl_coef > 0
     measure_gap: bool = True  # one more log-prob pass without replay, to report what replay changes
     # Mean |log p trainer - log p sampler| with replay above which the actor phase ends before its update: other weights
     # or other arithmetic. 0: off; -1: 1e-3 where trainer and engine compute in float32, else off; ours. Needs
@@ -262,7 +272,9 @@ class TrainConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     gae: GaeConfig = field(default_factory=GaeConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    loss_denominator: str = "step"  # step | rollout: loss tokens of the optimizer step, or their mean over its rollout
     logprob_chunk: int = 1024  # tokens projected to the vocabulary at a time
+    head_dtype: str = "model"  # model | float32: of the vocabulary projection's multiplications
     keep_checkpoints: int = 2  # of each role, besides the newest evaluated
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
 from megatron_t1.config.schema import Config
@@ -28,11 +29,32 @@ def target_problems(config: Config) -> list[str]:
     return problems + _chat_format(config.model.chat_format)
 
 
+def renderers_families() -> list[str] | None:
+    """Names for model.chat_format=renderers:FAMILY; None where the package isn't installed (the rollout's environment
+    may be another one than the driver's)."""
+    try:
+        import renderers
+    except ImportError:
+        return None
+    classes = [getattr(renderers, name) for name in renderers.__all__ if name.endswith("RendererConfig")]
+    names = {c.model_fields["name"].default for c in classes if "name" in getattr(c, "model_fields", {})}
+    # Left out: what has no bridge (default), looks a model up in the network (auto), or names code (custom).
+    return sorted(name for name in names if isinstance(name, str) and name not in ("auto", "custom", "default"))
+
+
 def _chat_format(name: str) -> list[str]:
-    known = "there are chatml_bash, renderers:FAMILY and package.module:Class"
-    module, _, attribute = name.partition(":")
-    if name == "chatml_bash" or (module == "renderers" and attribute):
-        return []  # which families there are is known in the rollout's environment
+    known = "there are chatml_bash, renderers:FAMILY, template, template:PATH and package.module:Class"
+    module, colon, attribute = name.partition(":")
+    if name in ("chatml_bash", "template"):
+        return []
+    if module == "renderers":
+        families = renderers_families()
+        if attribute and (families is None or attribute in families):
+            return []
+        listed = f"; the families are {', '.join(families)}" if families else ""
+        return [f"model.chat_format={name!r}: renderers has no family {attribute!r}{listed}"]
+    if module == "template" and colon:
+        return [] if Path(attribute).is_file() else [f"model.chat_format={name!r}: there is no such template file"]
     if not module or not attribute.isidentifier():
         return [f"model.chat_format={name!r} is unknown; {known}"]
     problem = _unresolvable(module, attribute)

@@ -28,7 +28,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "rollout.engine.dtype": ("", "float32", "bfloat16"),
     "train.actor.kl_estimator": ("k1", "k2", "k3"),
     "train.actor.old_logprobs": ("sampler", "recomputed"),
-    "train.actor.correction": ("none", "truncated", "band"),
+    "train.actor.correction": ("none", "truncated", "band", "sequence"),
+    "train.loss_denominator": ("step", "rollout"),
+    "train.head_dtype": ("model", "float32"),
     "train.critic.loss": ("mse", "huber"),
     "train.critic.head_bias": ("zero", "mean_return"),
     "train.gae.advantages": ("raw", "centred", "whitened"),
@@ -44,6 +46,7 @@ POSITIVE = (
     "rollout.engine.tensor_parallel rollout.engine.start_timeout_s rollout.engine.request_timeout_s "
     "rollout.engine.block_size train.capacity train.logprob_chunk train.keep_checkpoints train.actor.epochs "
     "train.actor.minibatches train.critic.epochs train.critic.minibatches train.critic.warmup_epochs "
+    "train.critic.warmup_min_epochs train.critic.warmup_patience "
     "train.critic.huber_delta train.sft.tokens train.sft.tokens_per_step train.actor.correction_cap eval.attempts "
     "cluster.rollout.processes_per_node cluster.train.processes_per_node cluster.rollout.threads cluster.train.threads "
     "cluster.stop_grace_s cluster.phase_timeout_s model.architecture.hidden_size model.architecture.num_hidden_layers "
@@ -55,8 +58,10 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "loop.warmup_iterations loop.iterations loop.evaluate_every cluster.rollout.nodes cluster.train.nodes "
     "cluster.rollout.gpus_per_node cluster.train.gpus_per_node rollout.engine.kv_cache_bytes eval.limit eval.max_turns "
-    "eval.temperature train.actor.entropy_coef train.actor.kl_coef train.actor.clip_low train.actor.clip_high "
+    "env.min_turns eval.temperature "
+    "train.actor.entropy_coef train.actor.kl_coef train.actor.clip_low train.actor.clip_high "
     "train.critic.value_clip train.gae.length_adaptive_alpha train.sft.aux_loss_coef train.sft.holdout generate.train "
+    "train.critic.warmup_holdout "
     "generate.held_out generate.demonstrations generate.demonstration_noise run.seed model.architecture.vocab_size"
 ).split()
 FRACTIONS = (
@@ -283,9 +288,10 @@ def _training(config: Config) -> list[str]:
         problems.append(f"train.actor.dual_clip={actor.dual_clip} must be 0 (off) or larger than 1")
     if actor.clip_low >= 1:
         problems.append(f"train.actor.clip_low={actor.clip_low} must be smaller than 1")
-    if actor.kl_coef > 0:
-        problems.append("train.actor.kl_coef > 0 needs a reference role, which this version does not host: set it to 0")
-    for name in ("actor", "critic"):
+    if actor.reference and not actor.kl_coef:
+        problems.append("train.actor.reference needs train.actor.kl_coef > 0: nothing else asks for a reference policy")
+    roles = ("actor", "critic", "reference") if actor.kl_coef else ("actor", "critic")
+    for name in roles:
         if getattr(train.replay, name) and not rollout.routes:
             problems.append(f"train.replay.{name}=true needs rollout.routes=true")
     if train.replay.measure_gap and not train.replay.actor:
@@ -301,6 +307,12 @@ def _training(config: Config) -> list[str]:
         options = getattr(train, role)
         if options.minibatches > trajectories:
             problems.append(f"train.{role}.minibatches={options.minibatches} exceeds the {trajectories} trajectories")
+    held_out = train.critic.warmup_holdout
+    if held_out and not 64 <= held_out < trajectories:
+        problems.append(
+            f"train.critic.warmup_holdout={held_out} must be 0 or at least 64, and fewer than the {trajectories} "
+            "trajectories of an iteration"
+        )
     for role in ("actor", "critic", "sft"):
         options = getattr(train, role)
         if options.lr <= 0:

@@ -5,6 +5,7 @@ Only `padded_vocabulary` and `resolve_architecture` work without torch; the rest
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,7 +52,8 @@ def transformer_config(
         overrides: any field of TransformerConfig, applied last.
 
     Raises:
-        ConfigError: unknown family or dtype, or a piece this family doesn't have.
+        ConfigError: unknown family or dtype, a piece this family doesn't have, an option that this core lacks, or one
+            that trains wrong on this backend.
     """
     import torch
     from megatron.core import __version__ as core_version
@@ -100,7 +102,7 @@ def transformer_config(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         variable_seq_lengths=pipelined and layout.virtual_pipeline == 1 and layout.dispatcher == "alltoall",
-        deallocate_pipeline_outputs=pipelined and backend.name == "cuda",  # trains wrong on gloo with virtual stages
+        deallocate_pipeline_outputs=pipelined and backend.name == "cuda",
         # Batched point-to-point mixes up the next and the previous rank where both are the same peer.
         overlap_p2p_comm=layout.virtual_pipeline > 1,
         batch_p2p_comm=layout.virtual_pipeline == 1,
@@ -122,7 +124,14 @@ def transformer_config(
         fields.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif layout.recompute == "moe":
         fields.update(recompute_granularity="selective", recompute_modules=["moe"])
-    return TransformerConfig(**{**fields, **overrides})
+    fields.update(overrides)
+    if backend.name == "cpu" and layout.virtual_pipeline > 1 and fields["deallocate_pipeline_outputs"]:
+        raise ConfigError(
+            "deallocate_pipeline_outputs with virtual pipeline stages trains wrong on gloo",
+            where="TransformerConfig.deallocate_pipeline_outputs",
+            remedy="leave it off on CPU",
+        )
+    return TransformerConfig(**_known_to_core(fields, TransformerConfig))
 
 
 def build_model(
@@ -219,7 +228,24 @@ def _require_buildable(architecture: ArchitectureConfig, dtype: str) -> None:
         )
 
 
+def _known_to_core(options: dict[str, Any], config_class: type) -> dict[str, Any]:
+    """The options without those that this core lacks and that are off anyway.
+
+    Raises:
+        ConfigError: an option that is on and that this core doesn't have.
+    """
+    known = {field.name for field in dataclasses.fields(config_class)}
+    lacking = [name for name, value in options.items() if name not in known and value]
+    if lacking:
+        raise ConfigError(
+            f"this megatron-core has no option {', '.join(sorted(lacking))}",
+            where="TransformerConfig",
+            remedy="install a later megatron-core, or leave the option off",
+        )
+    return {name: value for name, value in options.items() if name in known}
+
+
 def _aux_loss_correction(layout: LayoutConfig, core_version: str) -> float:
-    """With per-token loss, cores up to 0.16 scale the auxiliary loss by a rank's share of the tokens, 1 / (tp * cp)."""
+    """With per-token loss, cores before 0.19 scale the auxiliary loss by a rank's share of tokens, 1 / (tp * cp)."""
     release = tuple(int(part) for part in core_version.split(".")[:2])
-    return float(layout.tensor * layout.context) if release <= (0, 16) else 1.0
+    return float(layout.tensor * layout.context) if release < (0, 19) else 1.0

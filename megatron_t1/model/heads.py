@@ -8,11 +8,13 @@ Shapes: b sequences, s tokens (s/tp of this rank under sequence parallelism), H 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -39,8 +41,14 @@ class PolicyModel(GPTModel):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.post_process:
-            self.output_layer.__class__ = HiddenPassThrough
+        as_policy(self)
+
+
+def as_policy(model: GPTModel) -> GPTModel:
+    """Make a built GPT, of whatever class, return hidden states as `PolicyModel` does."""
+    if model.post_process:
+        model.output_layer.__class__ = HiddenPassThrough
+    return model
 
 
 class ValueHead(torch.nn.Module):
@@ -51,10 +59,14 @@ class ValueHead(torch.nn.Module):
 
     Under sequence parallelism a rank computes the values of its own tokens and the values (not the hidden states) are
     gathered; the parameters' gradients are then partial sums, which Megatron adds up for parameters so marked.
+
+    Attributes:
+        stored: False while a checkpoint without a head is loaded (a policy's): the head then keeps what it holds.
     """
 
     def __init__(self, config: Any, tensor_group: Any):
         super().__init__()
+        self.stored = True
         self.sequence_parallel = config.sequence_parallel
         self.tensor_group = tensor_group
         self.weight = Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
@@ -76,21 +88,19 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Entries under a key of their own, so that a policy's checkpoint never passes for a value model's."""
         state = self.state_dict(prefix="", keep_vars=True)
-        entries = make_sharded_tensors_for_checkpoint(
-            state, prefix, {}, sharded_offsets, tp_group=self.tensor_group, dp_cp_group=(metadata or {})["dp_cp_group"]
-        )
+        if not self.stored:
+            return {f"{prefix}{name}": LocalNonpersistentObject(value) for name, value in state.items()}
+        groups = {}
+        if "tp_group" in inspect.signature(make_sharded_tensors_for_checkpoint).parameters:  # core 0.16 and later
+            groups = {"tp_group": self.tensor_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        entries = make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets, **groups)
         for name in ("weight", "bias"):
             entries[f"{prefix}{name}"].key = f"{VALUE_HEAD_KEY}.{name}"
         return entries
 
 
-class ValueModel(GPTModel):
-    """A GPT whose last stage returns values, float32 [b, s]. It has no vocabulary projection and ties nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **{**kwargs, "share_embeddings_and_output_weights": False})
-        if self.post_process:
-            self.output_layer = ValueHead(self.config, self.pg_collection.tp)
+class _ValueEntries:
+    """Checkpoint entries of a GPT with a value head."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -100,17 +110,40 @@ class ValueModel(GPTModel):
         return entries
 
 
+class ValueModel(_ValueEntries, GPTModel):
+    """A GPT whose last stage returns values, float32 [b, s]. It has no vocabulary projection and ties nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            self.output_layer = ValueHead(self.config, parallel_state.get_tensor_model_parallel_group())
+
+
+def as_value_model(model: GPTModel) -> GPTModel:
+    """Make a built GPT, of whatever class, return values as `ValueModel` does. It must be untied."""
+    if model.share_embeddings_and_output_weights:
+        raise ValueError("a value model has no vocabulary projection to tie: build the model untied")
+    if model.post_process:
+        model.output_layer = ValueHead(model.config, parallel_state.get_tensor_model_parallel_group())
+    model.__class__ = type(f"Value{type(model).__name__}", (_ValueEntries, type(model)), {})
+    return model
+
+
+def value_heads(chunks: list[GPTModel]) -> list[ValueHead]:
+    """The head, on the rank that has one."""
+    return [chunk.output_layer for chunk in chunks if isinstance(getattr(chunk, "output_layer", None), ValueHead)]
+
+
 def set_value_bias(chunks: list[GPTModel], bias: float) -> None:
     """Start a value model at a constant: its head's bias, on the rank that has the head."""
-    for chunk in chunks:
-        if isinstance(chunk, ValueModel) and chunk.post_process:
-            with torch.no_grad():
-                chunk.output_layer.bias.fill_(bias)
+    for head in value_heads(chunks):
+        with torch.no_grad():
+            head.bias.fill_(bias)
 
 
 def output_weight(chunk: GPTModel) -> Parameter:
     """[V/tp, H]: the vocabulary projection of a policy's last chunk, tied or not. See `vocabulary_rows`."""
-    if not isinstance(chunk, PolicyModel) or not chunk.post_process:
+    if not isinstance(getattr(chunk, "output_layer", None), HiddenPassThrough):
         raise ValueError("only the last pipeline chunk of a policy has an output weight")
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
@@ -133,7 +166,7 @@ def loss_hidden(chunk: GPTModel, hidden: Tensor) -> Tensor:
     Every rank projects all tokens onto its own part of the vocabulary, so in backward the ranks' partial gradients are
     summed: reduce-scattered under sequence parallelism, all-reduced otherwise.
     """
-    config, group = chunk.config, chunk.pg_collection.tp
+    config, group = chunk.config, parallel_state.get_tensor_model_parallel_group()
     if config.sequence_parallel:
         gathered = gather_from_sequence_parallel_region(
             hidden.transpose(0, 1).contiguous(), tensor_parallel_output_grad=True, group=group

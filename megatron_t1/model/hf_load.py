@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from megatron_t1.errors import IncompleteError, MismatchError
 from megatron_t1.model.binding import HEAD_TENSOR, Bound, bind, expected_tensors, require_same_architecture
 from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import together
+from megatron_t1.model.mapping import Rows
 from megatron_t1.model.safetensors_io import SafetensorsDirectory
 
 
@@ -110,6 +111,9 @@ def _load_local(chunks: list[Module], directory: Path, role: str) -> tuple[set[s
 
 def _pack(item: Bound, tensors: SafetensorsDirectory) -> Tensor:
     names, packing = item.source.names, item.source.packing
+    size = dist.get_world_size(item.group)
+    if isinstance(packing, Rows):  # a model may pad its vocabulary further than its ranks need
+        packing = replace(packing, padded=item.parameter.shape[0] * size)
     for name, expected in zip(names, packing.shapes, strict=True):
         tensors.require_float(name)
         if tensors.shape(name) != expected:
@@ -121,7 +125,7 @@ def _pack(item: Bound, tensors: SafetensorsDirectory) -> Tensor:
     value = packing.pack(
         lambda part, dimension, first, last: tensors.read(names[part], dimension, first, last),
         dist.get_rank(item.group),
-        dist.get_world_size(item.group),
+        size,
     )
     if value.shape != item.parameter.shape:
         raise MismatchError(

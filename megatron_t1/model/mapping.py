@@ -53,16 +53,21 @@ class Whole:
 
 @dataclass(frozen=True)
 class Rows:
-    """Cut along dimension 0, padded with zero rows so that every rank has the same number (embedding, output)."""
+    """Cut along dimension 0, padded with zero rows so that every rank has the same number (embedding, output).
+
+    Attributes:
+        padded: rows of all ranks together; 0: as few as the ranks allow.
+    """
 
     shape: Shape
+    padded: int = 0
 
     @property
     def shapes(self) -> list[Shape]:
         return [self.shape]
 
     def pack(self, read: Read, rank: int, size: int) -> Tensor:
-        rows, real = -(-self.shape[0] // size), self.shape[0]
+        rows, real = -(-max(self.shape[0], self.padded) // size), self.shape[0]
         part = read(0, 0, min(rank * rows, real), min((rank + 1) * rows, real))
         return torch.cat([part, part.new_zeros(rows - part.shape[0], *self.shape[1:])])
 

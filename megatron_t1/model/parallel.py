@@ -103,10 +103,11 @@ def layout_problems(
                 f"{world_size} processes can't be divided by {names} = {product}; "
                 f"nearest world sizes that can: {_nearest(world_size, dense, sparse)}"
             )
-    if layout.tensor > 1 and layout.expert == 1 and layout.expert_tensor != layout.tensor:
+    if layout.expert == 1 and layout.expert_tensor != layout.tensor:
         wrong.append(
-            f"layout.tensor={layout.tensor} with expert=1 and expert_tensor={layout.expert_tensor} trains wrong: this "
-            f"core never reduces the experts' gradients; set layout.expert_tensor={layout.tensor}, or layout.expert > 1"
+            f"layout.tensor={layout.tensor} with expert=1 and expert_tensor={layout.expert_tensor} trains wrong: cores "
+            "before 0.19 then sum the experts' gradients over the ranks of the dense layers; "
+            f"set layout.expert_tensor={layout.tensor}, or layout.expert > 1"
         )
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
         wrong.append("layout.virtual_pipeline > 1 needs layout.pipeline > 1")
@@ -155,7 +156,7 @@ def initialize_parallel(
     architecture: ArchitectureConfig | None = None,
     timeout_s: float = 600.0,
 ) -> ParallelRanks:
-    """Join the other processes, build Megatron's process groups, and seed every generator.
+    """Join the other processes where that hasn't happened yet, build Megatron's process groups, seed every generator.
 
     Args:
         layout: parallel sizes; checked against the actual number of processes.
@@ -173,9 +174,12 @@ def initialize_parallel(
     if wrong:
         raise ConfigError("the parallel layout can't be used:\n  - " + "\n  - ".join(wrong), where="layout")
     backend.prepare()
-    _join(meeting, backend, timeout_s)
 
     import torch
+
+    if not torch.distributed.is_initialized():
+        _join(meeting, backend, timeout_s)
+
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(

@@ -45,7 +45,8 @@ def importance_correction(
 
     Returns:
         float32 [N], and metrics: correction (mean factor), correction_square (for `effective_sample_share`),
-        correction_touched (share of tokens whose factor isn't w itself), correction_rejected (share with factor 0).
+        correction_touched (share of tokens whose weight was bounded or rejected), correction_rejected (share with
+        factor 0).
     """
     if kind not in CORRECTIONS:
         raise ConfigError(f"correction {kind!r}, known: {', '.join(CORRECTIONS)}", where="train.actor.correction")
@@ -55,7 +56,7 @@ def importance_correction(
     gap = torch.where(weight != 0, old_logprobs.detach().float() - sampler_logprobs.detach().float(), 0.0)
     ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "none":
-        factor = torch.ones_like(ratio)
+        factor = ratio = torch.ones_like(ratio)
     elif kind == "truncated":
         factor = ratio.clamp(max=cap)
     elif kind == "band":
@@ -63,7 +64,8 @@ def importance_correction(
     else:
         if lengths is None:
             raise ValueError("a sequence-level correction needs the lengths of the trajectories")
-        factor = geometric_ratios(gap, lengths, weight).clamp(max=cap).repeat_interleave(lengths.to(gap.device))
+        ratio = geometric_ratios(gap, lengths, weight).repeat_interleave(lengths.to(gap.device))
+        factor = ratio.clamp(max=cap)
     metrics = {
         "correction": weighted(factor, weight),
         "correction_square": weighted(factor.square(), weight),

@@ -17,18 +17,29 @@ everything the policy knew when it chose the token has been read. After tool out
     delta_c = reward - V(3)        the reward is paid with the last sampled token; nothing follows it
     A_c = delta_c,  A_b = delta_b + g l A_c,  A_a = delta_a + g l A_b
 
+    G = A + V         the lambda-return, the critic's target
+
 A trajectory cut by a limit but verified is terminal too: its reward is known, bootstrapping would count it twice.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_t1.errors import T1Error
 
+CHUNK = 64  # tokens solved by one row of a matrix product
 
-def generalized_advantages(
+
+def generalized_advantages(values: Tensor, lengths: Tensor, rewards: Tensor, **options: Any) -> Tensor:
+    """Advantages of all sampled tokens, float32 [N]: `lambda_returns` (same arguments, same errors) minus values."""
+    return lambda_returns(values, lengths, rewards, **options).sub_(values.detach())
+
+
+def lambda_returns(
     values: Tensor,
     lengths: Tensor,
     rewards: Tensor,
@@ -38,7 +49,11 @@ def generalized_advantages(
     token_rewards: Tensor | None = None,
     turns: Tensor | None = None,
 ) -> Tensor:
-    """Advantages of all sampled tokens.
+    """Lambda-returns of all sampled tokens: the critic's targets, and the advantages when values are subtracted.
+
+    The sum of eq. 16 is rearranged into G_t = r_t + gamma ((1 - lambda) V_{t+1} + lambda G_{t+1}), A_t = G_t - V_t.
+    At lambda = 1 the values cancel exactly instead of in a sum of 131,072 differences, so fp32 suffices inside a chunk
+    of tokens; what is carried from chunk to chunk is float64.
 
     Args:
         values: [N], the critic's value of each sampled token.
@@ -50,35 +65,92 @@ def generalized_advantages(
         turns: int [N]; when given, discount and trace apply only between turns, and not inside one.
 
     Returns:
-        float32 [N]. Computed in float64: at lambda near 1 and 131,072 tokens fp32 sums lose the fourth digit.
+        float32 [N].
 
     Raises:
-        T1Error: shapes that don't fit, gamma or lambda outside 0 to 1, a trajectory without tokens.
+        T1Error: shapes that don't fit, gamma or lambda outside 0 to 1, a trajectory without tokens, numbers that
+            aren't finite.
     """
-    lengths = lengths.to(values.device, torch.int64)
-    decays = torch.as_tensor(lambda_, dtype=torch.float64, device=values.device)
-    _check(values, lengths, rewards, gamma, decays)
-    count = len(values)
-    if count == 0:
+    lambdas = torch.as_tensor(lambda_, dtype=torch.float64)
+    _check(values, lengths, rewards, gamma, lambdas)
+    if len(values) == 0:
         return values.new_zeros(0, dtype=torch.float32)
-    last = lengths.cumsum(0) - 1
-    exact = values.double()
-    discount = torch.full((count,), float(gamma), dtype=torch.float64, device=values.device)
-    trace = decays.expand(count).clone() if decays.ndim == 0 else decays.repeat_interleave(lengths)
+    sizes, lambdas = lengths.tolist(), lambdas.expand(len(lengths)).tolist()
     if turns is not None:
-        inside = torch.zeros(count, dtype=torch.bool, device=values.device)
-        inside[:-1] = turns[1:] == turns[:-1]
-        discount[inside] = 1.0
-        trace[inside] = 1.0
-    discount[last] = 0.0
-    deltas = torch.empty_like(exact)
-    torch.mul(discount[:-1], exact[1:], out=deltas[:-1])
-    deltas[-1] = 0.0
-    deltas -= exact
-    deltas[last] += rewards.to(deltas)
+        return _by_turn(values, sizes, rewards, gamma, lambdas, token_rewards, turns)
+    return _by_token(values.detach().float(), sizes, rewards, gamma, lambdas, token_rewards)
+
+
+def _by_token(
+    values: Tensor, sizes: list[int], rewards: Tensor, gamma: float, lambdas: list[float], token_rewards: Tensor | None
+) -> Tensor:
+    """One decay inside each trajectory: a chunk of tokens is solved by one product with a triangular matrix.
+
+    Every trajectory is cut into whole chunks from its end; the first one is filled up with zeros in front. What
+    follows a chunk enters with its last token: G_last = x_last + gamma lambda G_next.
+    """
+    counts = [-(-size // CHUNK) for size in sizes]
+    inputs = values.new_empty(sum(counts), CHUNK)
+    flat, places, start, row = inputs.view(-1), [], 0, 0
+    for size, count, lambda_ in zip(sizes, counts, lambdas, strict=True):
+        stop = (row + count) * CHUNK
+        flat[row * CHUNK : stop - size] = 0.0
+        torch.mul(values[start + 1 : start + size], gamma * (1.0 - lambda_), out=flat[stop - size : stop - 1])
+        places.append((slice(start, start + size), slice(stop - size, stop), slice(row, row + count)))
+        start, row = start + size, row + count
+    ends = torch.tensor([rows.stop - 1 for _, _, rows in places], device=values.device)
+    inputs[ends, -1] = rewards.to(inputs)
     if token_rewards is not None:
-        deltas += token_rewards
-    return reverse_scan(deltas, trace.mul_(discount)).float()
+        for tokens, place, _ in places:
+            flat[place] += token_rewards[tokens]
+    decays = {gamma * lambda_ for lambda_ in lambdas}
+    parts = [(decays.pop(), slice(None))] if len(decays) == 1 else [
+        (gamma * lambda_, rows) for lambda_, (_, _, rows) in zip(lambdas, places, strict=True)
+    ]  # fmt: skip
+    heads, through = inputs.new_empty(row, dtype=torch.float64), inputs.new_empty(row, dtype=torch.float64)
+    powers = torch.arange(CHUNK, dtype=torch.float64, device=values.device)
+    for decay, rows in parts:
+        heads[rows] = (inputs[rows] @ (decay**powers).float()).double()
+        through[rows] = decay**CHUNK
+    through[ends] = 0.0
+    following = torch.zeros_like(heads)
+    following[:-1] = reverse_scan(heads, through)[1:]
+    following[ends] = 0.0
+    solved = torch.empty_like(inputs)
+    distance = powers.unsqueeze(1) - powers  # of the token that receives, to the right, from the one that gives
+    for decay, rows in parts:
+        inputs[rows, -1] += (decay * following[rows]).float()
+        kernel = torch.where(distance >= 0, decay ** distance.clamp(min=0.0), 0.0).float()
+        torch.mm(inputs[rows], kernel, out=solved[rows])
+    result, flat = torch.empty_like(values), solved.view(-1)
+    for tokens, place, _ in places:
+        result[tokens] = flat[place]
+    return result
+
+
+def _by_turn(
+    values: Tensor,
+    sizes: list[int],
+    rewards: Tensor,
+    gamma: float,
+    lambdas: list[float],
+    token_rewards: Tensor | None,
+    turns: Tensor,
+) -> Tensor:
+    """Inside a turn neither discount nor trace: every token of a turn gets the return of the turn's last one."""
+    exact, lengths = values.detach().double(), torch.tensor(sizes, device=values.device)
+    trace = torch.tensor(lambdas, dtype=torch.float64, device=values.device).repeat_interleave(lengths)
+    discount = torch.full_like(exact, gamma)
+    inside = turns[1:] == turns[:-1]
+    discount[:-1][inside] = trace[:-1][inside] = 1.0
+    last = lengths.cumsum(0) - 1
+    discount[last] = 0.0
+    inputs = torch.zeros_like(exact)
+    inputs[:-1] = discount[:-1] * (1.0 - trace[:-1]) * exact[1:]
+    inputs[last] += rewards.to(inputs)
+    if token_rewards is not None:
+        inputs += token_rewards
+    return reverse_scan(inputs, trace * discount).float()
 
 
 def reverse_scan(inputs: Tensor, decays: Tensor) -> Tensor:
@@ -118,11 +190,6 @@ def reverse_scan(inputs: Tensor, decays: Tensor) -> Tensor:
     return solved.t().reshape(-1)[:count]
 
 
-def returns(values: Tensor, advantages: Tensor) -> Tensor:
-    """float32 [N]: the critic's targets, advantages (of the critic's own lambda) + values."""
-    return (values.double() + advantages.double()).float()
-
-
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """float64 [S]: lambda = 1 - 1 / (alpha * sampled tokens) (VAPO, arXiv 2504.05118, eq. 6), not below 0."""
     if not alpha > 0:
@@ -144,9 +211,9 @@ def _check(values: Tensor, lengths: Tensor, rewards: Tensor, gamma: float, decay
         problem = f"lambda has shape {list(decays.shape)}, but there are {len(lengths)} trajectories"
     elif decays.numel() and not bool(((decays >= 0) & (decays <= 1)).all()):
         problem = "lambda must be in 0 to 1"
-    elif not bool(torch.isfinite(values).all()):
-        problem = f"the value of sampled token {int((~torch.isfinite(values)).nonzero()[0])} isn't finite"
-    elif not bool(torch.isfinite(rewards).all()):
-        problem = f"the reward of trajectory {int((~torch.isfinite(rewards)).nonzero()[0])} isn't finite"
+    elif not bool(torch.isfinite(values.sum())) and not bool((finite := torch.isfinite(values)).all()):
+        problem = f"the value of sampled token {int((~finite).nonzero()[0])} isn't finite"
+    elif not bool((finite := torch.isfinite(rewards)).all()):
+        problem = f"the reward of trajectory {int((~finite).nonzero()[0])} isn't finite"
     if problem:
-        raise T1Error(problem, where="generalized_advantages")
+        raise T1Error(problem, where="lambda_returns")

@@ -32,6 +32,7 @@ def token_logprobs(
     chunk: int = DEFAULT_CHUNK,
     reduce_hidden_grad: bool = True,
     entropy: bool = True,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of its distribution.
 
@@ -51,6 +52,8 @@ def token_logprobs(
         reduce_hidden_grad: sum the gradient of `hidden` over `tp_group`. Switch off where what produced `hidden` does
             it (Megatron's gather from the sequence-parallel region, whose backward is a reduce-scatter).
         entropy: whether the entropy is wanted; without, zeros are returned and a pass over the logits is saved.
+        wide: multiply in fp32 throughout. Otherwise low-precision inputs on CUDA are multiplied by tensor cores: their
+            logits are the same fp32 sums, but the gradient of the logits is rounded before it is multiplied.
 
     Returns:
         log-probabilities float32 [N], and entropy in nats float32 [N].
@@ -66,7 +69,7 @@ def token_logprobs(
     if tp_group is not None and dist.get_world_size(tp_group) == 1:
         tp_group = None
     real = min(max(vocab_size - vocab_start, 0), weight.shape[0])
-    options = (float(temperature), vocab_start, real, tp_group, chunk, reduce_hidden_grad, entropy)
+    options = (float(temperature), vocab_start, real, tp_group, chunk, reduce_hidden_grad, entropy, wide)
     return _TokenLogprobs.apply(hidden, weight, targets, options)
 
 
@@ -89,9 +92,10 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple) -> tuple[Tensor, Tensor]:
-        temperature, vocab_start, real, group, chunk, _, want_entropy = options
-        project = _Projection(weight, real, temperature)
+        temperature, vocab_start, real, group, chunk, _, want_entropy, wide = options
         count = len(targets)
+        project = _Projection(weight, real, temperature, wide, min(chunk, count))
+        other = project.buffer() if want_entropy else None
         logprobs = hidden.new_empty(count, dtype=torch.float32)
         entropy = hidden.new_zeros(count, dtype=torch.float32)
         normaliser = hidden.new_empty(count, dtype=torch.float32)  # log of the sum of exp(logits)
@@ -104,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
             column, mine = _own_column(targets[rows], vocab_start, real)
             chosen = _pick(logits, column, mine)
             if want_entropy:
-                exponentials = logits.exp()
+                exponentials = torch.exp(logits, out=other[: len(logits)])
                 total = exponentials.sum(dim=1)
                 mean = torch.linalg.vecdot(exponentials, logits) if real else torch.zeros_like(total)
             else:
@@ -128,21 +132,23 @@ class _TokenLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
-        temperature, vocab_start, real, group, chunk, reduce_hidden_grad, _ = ctx.options
-        project = _Projection(weight, real, temperature)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(entropy)
+        temperature, vocab_start, real, group, chunk, reduce_hidden_grad, _, wide = ctx.options
+        project = _Projection(weight, real, temperature, wide, min(chunk, len(targets)))
+        other = None if grad_entropy is None else project.buffer()
+        # The derivative of a logit divided by the temperature.
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / temperature
+        grad_entropy = None if grad_entropy is None else grad_entropy / temperature
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(targets), chunk) if real else []:
-            logits = project(hidden[rows]).sub_(normaliser[rows].unsqueeze(1))
-            grad_logits = _grad_logits(
-                logits, grad_logprobs[rows], entropy[rows], None if grad_entropy is None else grad_entropy[rows]
-            )
+            logs = project(hidden[rows]).sub_(normaliser[rows].unsqueeze(1))
+            if grad_entropy is None:
+                grad_logits = logs.exp_().mul_(-grad_logprobs[rows].unsqueeze(1))
+            else:
+                probabilities = torch.exp(logs, out=other[: len(logs)])
+                grad_logits = _grad_logits(logs, probabilities, grad_logprobs[rows], entropy[rows], grad_entropy[rows])
             column, mine = _own_column(targets[rows], vocab_start, real)
             grad_logits.scatter_add_(1, column.unsqueeze(1), torch.where(mine, grad_logprobs[rows], 0.0).unsqueeze(1))
-            if temperature != 1.0:
-                grad_logits.div_(temperature)
             if grad_hidden is not None:
                 grad_hidden[rows] = project.to_hidden(grad_logits).to(hidden.dtype)
             if grad_weight is not None:
@@ -154,34 +160,44 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _grad_logits(logprobs: Tensor, grad_logprobs: Tensor, entropy: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Gradient of the logits without the target's own term, from log-probs [n, U] of the whole row (overwritten).
+def _grad_logits(
+    logs: Tensor, probabilities: Tensor, grad_logprobs: Tensor, entropy: Tensor, grad_entropy: Tensor
+) -> Tensor:
+    """Gradient of the logits, without the target's own term, in place of `probabilities` [n, U]; `logs` is used up.
 
     d logprob / d logit_j = [j is target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy).
     """
-    if grad_entropy is None:
-        return logprobs.exp_().mul_(-grad_logprobs.unsqueeze(1))
-    probabilities = logprobs.exp()
-    factor = logprobs.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_logprobs.unsqueeze(1))
-    return probabilities.mul_(factor).neg_()
+    constant = grad_logprobs + grad_entropy * entropy
+    factor = logs.mul_(-grad_entropy.unsqueeze(1)).sub_(constant.unsqueeze(1))
+    return probabilities.mul_(factor)
 
 
 class _Projection:
-    """fp32 logits from hidden states, and the way back.
+    """fp32 logits from hidden states, and the way back. Logits of all chunks share one buffer.
 
     In low precision on CUDA the tensor cores multiply low-precision inputs and give out their fp32 sums; elsewhere the
     inputs are widened first, which is the same up to the order of summation.
     """
 
-    def __init__(self, weight: Tensor, real: int, temperature: float):
-        self.mixed = _HAS_WIDE_OUTPUT and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+    def __init__(self, weight: Tensor, real: int, temperature: float, wide: bool, chunk: int):
+        low_precision = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+        self.mixed = low_precision and _HAS_WIDE_OUTPUT and not wide
         self.weight = weight[:real].detach() if self.mixed else weight[:real].detach().float()
         self.temperature = temperature
+        self.shape = (chunk, real)
+        self.logits = None if self.mixed else self.buffer()
+
+    def buffer(self) -> Tensor:
+        """float32 [chunk, U], uninitialised: fresh memory for every chunk would cost more than what is done with it."""
+        return self.weight.new_empty(self.shape, dtype=torch.float32)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[n, H] -> float32 [n, U] logits, divided by the temperature."""
-        logits = self._multiply(rows.detach(), self.weight.t())
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+        """[n, H] -> float32 [n, U] logits, divided by the temperature; valid until the next call."""
+        rows = rows.detach()
+        if self.mixed:
+            logits = self._multiply(rows, self.weight.t())
+            return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+        return torch.mm(rows.float() / self.temperature, self.weight.t(), out=self.logits[: len(rows)])
 
     def to_hidden(self, grad_logits: Tensor) -> Tensor:
         """[n, U] -> float32 [n, H]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def print_transcript(run_dir: str | Path, trajectory_id: str, console: Console |
 
 def transcript(trajectory: Trajectory, model_dir: Path) -> Text:
     """Decode each run of tokens of one origin by itself; special tokens stay visible."""
-    decode = _decoder(model_dir)
+    decode = token_decoder(model_dir)
     text = Text()
     position = 0
     for origin, run in groupby(trajectory.origin.tolist()):
@@ -97,7 +97,12 @@ def transcript(trajectory: Trajectory, model_dir: Path) -> Text:
     return text
 
 
-def _decoder(model_dir: Path):
+def token_decoder(model_dir: Path) -> Callable[[list[int]], str]:
+    """Text of ids with the tokenizer of `model_dir`; special tokens and control characters are shown.
+
+    Raises:
+        IncompleteError: there is no readable tokenizer.json.
+    """
     path = model_dir / "tokenizer.json"
     try:
         from tokenizers import Tokenizer

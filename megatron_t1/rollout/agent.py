@@ -21,12 +21,20 @@ from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
 from megatron_t1.rollout.engine.completion import RouteShape
 from megatron_t1.rollout.engine.errors import EngineRequestFailed
-from megatron_t1.rollout.formats import ChatFormat, Command, FormatProblem, Submit
+from megatron_t1.rollout.formats import (
+    ChatFormat,
+    Command,
+    Conversation,
+    ConversationRefused,
+    FormatProblem,
+    Submit,
+)
 from megatron_t1.rollout.samplers import NoRoom, Sampler
-from megatron_t1.rollout.stream import TokenStream
+from megatron_t1.rollout.stream import EditKind, TokenStream
 from megatron_t1.trajectory.record import EndReason, Header, Origin, Trajectory, Verdict
 
 FORMAT_PROBLEMS_IN_A_ROW = 3  # a policy that has lost the format gains nothing from more turns; ours
+TURN_ATTEMPTS = 2  # a turn whose request failed is sampled again before the whole episode is; ours
 Verifier = Callable[[Sandbox, Task, float], Awaitable[Verdict]]
 Reward = Callable[[Verdict], dict[str, float]]
 
@@ -42,6 +50,7 @@ class EpisodeLimits:
     agent_timeout_s: float
     verifier_timeout_s: float
     output_limit: int
+    min_turns: int = 0
 
     @classmethod
     def of(cls, config: Config, *, max_turns: int = 0) -> EpisodeLimits:
@@ -53,6 +62,7 @@ class EpisodeLimits:
             agent_timeout_s=config.env.agent_timeout_s,
             verifier_timeout_s=config.env.verifier_timeout_s,
             output_limit=config.env.output_limit,
+            min_turns=config.env.min_turns,
         )
 
 
@@ -83,8 +93,10 @@ async def run_episode(
 ) -> Trajectory:
     """Play one episode to its record.
 
-    A lost sandbox or a failed request is no result of the agent: the episode is played once more from the start, and
-    when that is lost too, the record's verdict is untrusted (rllm#677).
+    A lost sandbox or a failed request is no result of the agent. A turn whose request failed is sampled again, and
+    nothing of the failed one stays. When that fails too, or the sandbox is lost, the episode is played once more from
+    the start, and when it is lost again, the record's verdict is untrusted (rllm#677). So is that of a conversation
+    which its chat format refuses to continue.
 
     Args:
         sampler: makes the sampler of a fresh play.
@@ -107,6 +119,9 @@ async def run_episode(
             break
         except (SandboxLost, EngineRequestFailed) as error:
             episode.lost(error)
+        except ConversationRefused as error:
+            episode.untrusted(EndReason.FORMAT_ERROR, error)
+            break
     return episode.finish(reward)
 
 
@@ -121,7 +136,7 @@ class _Episode:
         route_shape: RouteShape | None,
     ):
         self.attempt, self.sandbox, self.sampler, self.chat, self.limits = attempt, sandbox, sampler, chat, limits
-        self.stream = TokenStream(route_shape)
+        self.stream = TokenStream(route_shape, policy=attempt.policy)
         self.counts: Counter[str] = Counter()
         self.timings_s: dict[str, float] = {}
         self.end_reason = ""
@@ -131,7 +146,8 @@ class _Episode:
     async def play(self) -> None:
         """Turns until the agent submits or a limit ends the episode; sets `end_reason`."""
         task, limits = self.attempt.task, self.limits
-        self.stream.append(opening(task, self.chat, limits.max_context), Origin.PROMPT)
+        conversation = opening(task, self.chat, limits.max_context)
+        self.stream.append(conversation.prompt, Origin.PROMPT)
         with self.timed("sandbox"):
             await self.sandbox.start(task)
         deadline = time.monotonic() + min(limits.agent_timeout_s, task.agent_timeout_s)
@@ -139,26 +155,33 @@ class _Episode:
         while True:
             room = min(limits.max_tokens_per_turn, limits.max_context - len(self.stream))
             try:
-                with self.timed("engine"):
-                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                        sampled = await self.sampler.next_turn(self.stream, room)
+                sampled = await self._sample(room, deadline)
             except TimeoutError:
+                self.stream.abort_turn()
                 self.end_reason = EndReason.AGENT_TIMEOUT
                 return
             except NoRoom:
                 self.end_reason = EndReason.TOKEN_LIMIT
                 return
             action = self.chat.parse(sampled)
-            if isinstance(action, Submit):
+            early = self.stream.turns < limits.min_turns
+            if isinstance(action, Submit) and not early:
                 self.end_reason = EndReason.SUBMITTED
                 return
             if isinstance(action, Command):
                 problems_in_a_row = 0
                 observation = await self._run(action.text, deadline)
+            elif isinstance(action, Submit):
+                problems_in_a_row = 0
+                self.counts["early_submissions"] += 1
+                observation = "error not finished"
             else:
                 problems_in_a_row += 1
                 observation = self._format_problem(action)
-            reply = self.chat.reply(observation, sampled)
+            self.end_reason = self._limit_reached(0, deadline, problems_in_a_row)
+            if self.end_reason:
+                return
+            reply = conversation.reply(observation, sampled)
             self.end_reason = self._limit_reached(sum(len(span.ids) for span in reply), deadline, problems_in_a_row)
             if self.end_reason:
                 return
@@ -167,7 +190,10 @@ class _Episode:
 
     def lost(self, error: T1Error) -> None:
         lost_sandbox = isinstance(error, SandboxLost)
-        self.end_reason = EndReason.SANDBOX_LOST if lost_sandbox else EndReason.ENGINE_LOST
+        self.untrusted(EndReason.SANDBOX_LOST if lost_sandbox else EndReason.ENGINE_LOST, error)
+
+    def untrusted(self, end_reason: str, error: T1Error) -> None:
+        self.end_reason = end_reason
         reason = f"{self.end_reason}: {error}"
         self.verdict = Verdict(0, 0, self.attempt.task.baseline, trusted=False, reason=reason)
 
@@ -188,15 +214,38 @@ class _Episode:
             task=self.attempt.task.name,
             attempt=self.attempt.attempt,
             iteration=self.attempt.iteration,
-            policy_versions=(self.attempt.policy,) * self.stream.turns if self.sampler.contract is not None else (),
+            policy_versions=self.stream.policy_versions if self.sampler.contract is not None else (),
             end_reason=self.end_reason,
             verdict=self.verdict,
             reward=reward(self.verdict) if pays else {},
             contract=self.sampler.contract,
             counts=counts,
             timings_s={name: round(seconds, 6) for name, seconds in self.timings_s.items()},
+            extra=self._extra(),
         )
         return self.stream.finish(header)
+
+    def _extra(self) -> dict[str, Any]:
+        """Edits that the record doesn't show (turns that were begun and are not in it), and which template spoke."""
+        edits = [edit for edit in self.stream.edits if edit.kind in (EditKind.ABORT, EditKind.TRUNCATE)]
+        rows = [{"kind": e.kind.name.lower(), "start": e.start, "removed": e.removed, "turn": e.turn} for e in edits]
+        template = getattr(self.chat, "template_sha256", "")  # formats that are code have none
+        return {**({"edits": rows} if rows else {}), **({"template_sha256": template} if template else {})}
+
+    async def _sample(self, room: int, deadline: float) -> np.ndarray:
+        """The next turn's ids; a failed request is repeated from the same tokens (nothing of it is in the stream)."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                with self.timed("engine"):
+                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                        return await self.sampler.next_turn(self.stream, room)
+            except EngineRequestFailed:
+                self.stream.abort_turn()
+                self.counts["aborted_turns"] += 1
+                if attempt == TURN_ATTEMPTS:
+                    raise
 
     async def _run(self, command: str, deadline: float) -> str:
         timeout_s = min(self.limits.command_timeout_s, deadline - time.monotonic())
@@ -222,7 +271,7 @@ class _Episode:
             return EndReason.TURN_LIMIT
         if len(self.stream) + reply_tokens >= self.limits.max_context:
             return EndReason.TOKEN_LIMIT
-        if problems_in_a_row >= FORMAT_PROBLEMS_IN_A_ROW:
+        if problems_in_a_row >= FORMAT_PROBLEMS_IN_A_ROW and self.stream.turns >= self.limits.min_turns:
             return EndReason.FORMAT_ERROR
         return ""
 
@@ -230,20 +279,20 @@ class _Episode:
         return _Timer(self.timings_s, name)
 
 
-def opening(task: Task, chat: ChatFormat, max_context: int) -> np.ndarray:
-    """The tokens before the first turn, int32 [n].
+def opening(task: Task, chat: ChatFormat, max_context: int) -> Conversation:
+    """The conversation that a task begins.
 
     Raises:
-        T1Error: they leave no room for a turn.
+        T1Error: the tokens before its first turn leave no room for a turn.
     """
-    prompt = chat.open(task.instruction)
-    if len(prompt) >= max_context:
+    conversation = chat.begin(task.instruction)
+    if len(conversation.prompt) >= max_context:
         raise T1Error(
-            f"the instruction has {len(prompt)} tokens, the context {max_context}",
+            f"the instruction has {len(conversation.prompt)} tokens, the context {max_context}",
             where=f"task {task.name}",
             remedy="raise rollout.max_context or remove the task",
         )
-    return prompt
+    return conversation
 
 
 class _Timer:

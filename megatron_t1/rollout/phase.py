@@ -35,6 +35,7 @@ from megatron_t1.rollout.schedule import share, turn_seed
 from megatron_t1.rollout.signals import run_until_signal
 from megatron_t1.rollout.summary import evaluation_summary, require_trusted, rollout_metrics, untrusted_reasons
 from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.exchange import REFERENCE, ExchangeLog, ExchangeSession
 from megatron_t1.trajectory.record import Header
 from megatron_t1.trajectory.store import RolloutStore
 
@@ -148,9 +149,10 @@ async def _run_plan(
     if pending:
         with _timed(timings, "engine_start"):  # next to nothing where the phase before has started it
             client = await engine.client()
-        play = _player(config, policy, plan, chat, contract, client, store, progress)
         count = min(config.rollout.concurrency, len(pending))
-        with _timed(timings, "episodes"), progress:
+        log = ExchangeLog(plan.directory, worker=crew.worker, facts=policy.engine_facts(config, installed_build()))
+        with log, _timed(timings, "episodes"), progress:
+            play = _player(config, policy, plan, chat, contract, client, store, progress, log)
             await run_pool(pending, play, workers=count, make_sandbox=sandbox_maker(config.env))
     markers = RunPaths.of(config.run.dir).phase(iteration, plan.phase)
     crew.report_done(markers)
@@ -191,8 +193,9 @@ def _player(
     client: EngineClient,
     store: RolloutStore,
     progress: RolloutProgress,
+    log: ExchangeLog,
 ) -> Callable[[Attempt, Sandbox], Awaitable[None]]:
-    """What plays one attempt, stores its record and counts it."""
+    """What plays one attempt, logs its exchange with the engine, stores its record and counts it."""
     reward = make_reward(config)
     saving = asyncio.Lock()
 
@@ -202,17 +205,26 @@ def _player(
         def seed(turn: int) -> int:
             return turn_seed(config.run.seed, f"{plan.label}/{name}", turn)
 
+        exchanges: list[ExchangeSession] = []
+
+        def sampler() -> EngineSampler:
+            exchanges.append(log.session(name, attempt.policy))
+            own_seed = seed if config.rollout.seeded else None
+            return EngineSampler(client, contract, name=name, seed=own_seed, exchange=exchanges[-1])
+
         trajectory = await run_episode(
             attempt,
             sandbox,
-            lambda: EngineSampler(client, contract, name=name, seed=seed if config.rollout.seeded else None),
+            sampler,
             chat,
             plan.limits,
             route_shape=policy.route_shape if plan.routes else None,
             verify=verify,
             reward=reward,
         )
+        trajectory = trajectory.noting(**{REFERENCE: exchanges[-1].reference})
         async with saving:
+            await asyncio.to_thread(log.sync)
             await asyncio.to_thread(store.add, trajectory)
         progress.add(trajectory)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_t1 import atomic
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.paths import RunPaths
@@ -82,6 +84,17 @@ class Policy:
             top_k=shape.top_k,
             num_moe_layers=shape.num_moe_layers,
         )
+
+    def engine_facts(self, config: Config, build: EngineBuild) -> dict[str, Any]:
+        """What the exchange log states about the engine, read from what is served and not from the chat format."""
+        tokenizer = self.model_dir / "tokenizer.json"
+        return {
+            "engine": build.name,
+            "engine_dtype": engine_dtype(config),
+            "logprobs_mode": LOGPROBS_MODE,
+            "tokenizer_sha256": atomic.sha256_file(tokenizer) if tokenizer.is_file() else "",
+            "model": str(self.model_dir),
+        }
 
 
 def engine_dtype(config: Config) -> str:

@@ -8,9 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from megatron_t1.rollout.engine.client import EngineClient
+from megatron_t1.rollout.engine.errors import EngineAnswerInvalid
 from megatron_t1.rollout.formats import ChatFormat
 from megatron_t1.rollout.stream import TokenStream
 from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.exchange import ExchangeSession
 
 
 class NoRoom(Exception):
@@ -42,6 +44,7 @@ class EngineSampler:
         contract: temperature, top-p and stop ids are taken from here, so the record can't state other ones.
         name: trajectory, for error messages.
         seed: of a turn, by its number; None: the engine's own randomness.
+        exchange: where the client logs this play of the episode; None: nowhere.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class EngineSampler:
         *,
         name: str = "",
         seed: Callable[[int], int] | None = None,
+        exchange: ExchangeSession | None = None,
     ):
         self.client = client
         self.contract = contract
         self.name = name
         self.seed = seed
+        self.exchange = exchange
         self.cached_tokens = 0
 
     async def next_turn(self, stream: TokenStream, max_tokens: int) -> np.ndarray:
@@ -67,10 +72,17 @@ class EngineSampler:
             stop_ids=self.contract.stop_ids,
             seed=None if self.seed is None else self.seed(stream.turns),
             routes_from=stream.routes_from,
+            exchange=self.exchange,
             where=f"{self.name}, turn {stream.turns}",
         )
         self.cached_tokens += completion.cached_tokens
         stream.append_sampled(completion)
+        if stream.route_differences and self.contract.engine_dtype == "float32":
+            raise EngineAnswerInvalid(
+                f"the engine took other experts when it computed {stream.route_differences} tokens again",
+                where=f"{self.name}, turn {stream.turns - 1}",
+                remedy="in float32 this means other weights or a stale prefix cache; restart the engine",
+            )
         return completion.ids
 
 

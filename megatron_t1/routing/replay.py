@@ -6,8 +6,6 @@ state and no queue: a router call finds its routes in one of two places, the slo
 or the slot of the micro-batch whose backward is running (activation recomputation), which a hook on that micro-batch's
 output fills. So any order of forward and backward steps is right (slime#951, AReaL#1166, Megatron-LM#2693).
 
-Multi-token-prediction routers keep their own routing: their layers are numbered from 1 again (Megatron-LM#7404).
-
 Shapes: T tokens of this rank in the router's order (sequence-major, flattened), L MoE layers of the whole model in
 global order, K experts per token, E experts.
 """
@@ -15,14 +13,19 @@ global order, K experts per token, E experts.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron_t1.errors import ConfigError, T1Error
+from megatron_t1.errors import T1Error
+from megatron_t1.routing.balancing import ReplayedBalancing, recomputing
+from megatron_t1.routing.binding import decoder_routers, innermost, layers_without_router, moe_layers
+from megatron_t1.routing.options import ReplayOptions
+from megatron_t1.routing.safety import refuse_unsafe
 from megatron_t1.routing.seam import RouterSeam
 from megatron_t1.routing.slot import NATIVE, MicroBatchRoutes, Recording, Slot, route_dtype
 
@@ -33,70 +36,87 @@ Output = TypeVar("Output")
 class RoutingReplay:
     """Replay and recording for one model, given as its pipeline chunks on this rank.
 
+    Keep it as long as the model is used: routers know it weakly, and it knows the model weakly. It may be made before
+    or after the chunks are wrapped (DDP, Float16Module).
+
     Args:
-        chunks: built model chunks, bare or wrapped (DDP, Float16Module). Only weak references to them are kept.
-        num_experts, top_k: of the routes that will come; compared with the routers.
+        chunks: the built model, or its list of virtual pipeline chunks.
+        num_experts, top_k: of the routes that will come, compared with the routers; None: whatever the model has.
+        layers: global numbers, from 1, of all MoE layers of the model; None: as `moe_layer_freq` says. Hybrid models
+            that take their layers from a pattern instead need it.
+        options: what else replay changes in a router.
 
     Attributes:
         mode: "replay" (the start): a router call that finds no routes raises. "off": every router routes natively.
-        layers: global numbers, from 1, of all MoE layers of the model; column i of the routes belongs to `layers[i]`.
+        layers: as given or found; column i of the routes belongs to `layers[i]`. Empty: there is nothing to replay.
         local_layers: those of this rank.
 
     Raises:
         ConfigError: this core has no seam, or an option of the model would bypass replay.
-        T1Error: the routers aren't those of such a model.
+        T1Error: the routers aren't those of such a model, or belong to another RoutingReplay.
     """
 
-    def __init__(self, chunks: list[nn.Module], *, num_experts: int, top_k: int):
-        from megatron_t1.routing.safety import refuse_unsafe
-
-        self.num_experts, self.top_k = num_experts, top_k
+    def __init__(
+        self,
+        chunks: nn.Module | Sequence[nn.Module],
+        *,
+        num_experts: int | None = None,
+        top_k: int | None = None,
+        layers: Sequence[int] | None = None,
+        options: ReplayOptions | None = None,
+    ):
+        chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+        config = innermost(chunks[0]).config
+        self.num_experts = num_experts if num_experts is not None else config.num_moe_experts or 0
+        self.top_k = top_k if top_k is not None else config.moe_router_topk
+        self.layers = sorted(layers) if layers is not None else moe_layers(config)
+        self.options = options or ReplayOptions()
         self.mode: Mode = "replay"
+        self._warned = False
         self._forward: Slot | None = None
         self._backward: Slot | None = None
-        self._chunks = [weakref.ref(_innermost(chunk)) for chunk in chunks]
-        self._seams: list[dict[int, RouterSeam]] = []
-        self.layers: list[int] = []
-        for chunk in chunks:
-            config = _innermost(chunk).config
-            refuse_unsafe(config)
-            self.layers = moe_layers(config)
-            self._seams.append(self._bind(chunk))
-        self.columns = {layer: column for column, layer in enumerate(self.layers)}
-        self.local_layers = sorted(layer for seams in self._seams for layer in seams)
-        unknown = sorted(set(self.local_layers) - set(self.layers))
-        if unknown:
+        self._asked: set[int] = set()
+        self._chunks = [weakref.ref(innermost(chunk)) for chunk in chunks]
+        self._balancing: list[tuple[weakref.ref[nn.Module], ReplayedBalancing]] = []
+        routers = [decoder_routers(chunk) for chunk in chunks]
+        for chunk, found in zip(chunks, routers, strict=True):
+            refuse_unsafe(innermost(chunk).config)
+            self._require_layers(chunk, found)
+        for number, router in (pair for found in routers for pair in found.items()):
+            self._require_router(number, router)
+        for number, router in (pair for found in routers for pair in found.items()):
+            self._bind(number, router)
+        self._layers_of = [sorted(found) for found in routers]
+        self.local_layers = sorted(number for found in routers for number in found)
+
+    def _require_layers(self, chunk: nn.Module, found: dict[int, Any]) -> None:
+        unknown, without = sorted(set(found) - set(self.layers)), layers_without_router(chunk, self.layers, found)
+        if unknown or without:
             raise T1Error(
-                f"layers {unknown} have routers, and by the model's configuration only {self.layers} have experts",
-                where="moe_layer_freq",
-                remedy="give every MoE layer a place in moe_layer_freq, so that routes find their layer",
+                f"layers {sorted(found)} of this chunk have routers; by the model's configuration layers {self.layers} "
+                "of the whole model have experts",
+                where="moe_layer_freq" if not without else f"layers {without} without a router",
+                remedy="give exactly the MoE layers a place in moe_layer_freq, or name them in `layers`",
             )
 
-    def _bind(self, chunk: nn.Module) -> dict[int, RouterSeam]:
-        from megatron.core.transformer.moe.router import TopKRouter
+    def _require_router(self, number: int, router: Any) -> None:
+        where = f"router of layer {number}"
+        if (router.config.num_moe_experts, router.topk) != (self.num_experts, self.top_k):
+            raise T1Error(
+                f"the router chooses {router.topk} of {router.config.num_moe_experts} experts, the routes hold "
+                f"{self.top_k} of {self.num_experts}",
+                where=where,
+                remedy="replay rollouts of the same architecture",
+            )
+        if isinstance(router.router_replay, RouterSeam) and router.router_replay.owner is not None:
+            raise T1Error(
+                "the router belongs to another RoutingReplay", where=where, remedy="close() that one, or use it"
+            )
 
-        seams: dict[int, RouterSeam] = {}
-        for name, module in chunk.named_modules():
-            if not isinstance(module, TopKRouter) or _is_mtp(name):
-                continue
-            if not hasattr(module, "router_replay"):
-                raise ConfigError(
-                    "this megatron-core's router doesn't ask anybody for routes",
-                    where=name,
-                    remedy="use megatron-core 0.16 or later, whose router has `router_replay`",
-                )
-            number = module.layer_number
-            if number is None or number in seams:
-                raise T1Error(f"two routers (or one without) have layer number {number}", where=name)
-            if (module.config.num_moe_experts, module.topk) != (self.num_experts, self.top_k):
-                raise T1Error(
-                    f"the router chooses {module.topk} of {module.config.num_moe_experts} experts, the routes hold "
-                    f"{self.top_k} of {self.num_experts}",
-                    where=name,
-                    remedy="replay rollouts of the same architecture",
-                )
-            seams[number] = module.router_replay = RouterSeam(self, number)
-        return seams
+    def _bind(self, number: int, router: Any) -> None:
+        router.router_replay = seam = RouterSeam(self, number, self.layers.index(number))
+        if ReplayedBalancing.needed(router, self.options):
+            self._balancing.append((weakref.ref(router), ReplayedBalancing(router, seam, self.options)))
 
     # ------------------------------------------------------------------ what a trainer calls
 
@@ -105,41 +125,35 @@ class RoutingReplay:
 
         Args:
             chunk: the chunk that `forward` calls.
-            slot: the micro-batch's routes, rows in this rank's token order; ignored while `mode` is "off".
-            forward: runs the chunk and returns its output tensor.
+            slot: the micro-batch's routes, rows in this rank's token order; ignored while `mode` is "off" and by
+                models without MoE layers (which say so once).
+            forward: runs the chunk and returns its output: a tensor, or a tuple, list or dict of them.
 
         Raises:
-            T1Error: `slot` is missing or has other layers or K; or inside the model, when its rows don't fit.
+            T1Error: `slot` is missing, has another L, K or type, or (with options.check) rows that no router can take;
+                or inside the model, when it has another number of rows; or a router didn't ask for its routes.
         """
+        index = self._require_chunk(chunk)
+        if not self.layers:
+            self._warn_once(slot)
+            return forward()
         if self.mode == "off":
             return self._run(NATIVE, forward)
-        device = next(self._chunks[self._require_chunk(chunk)]().parameters()).device
-        if slot is None:
-            raise T1Error(
-                "replay is on and this micro-batch has no routes",  # miles#407
-                where="RoutingReplay.run",
-                remedy="pass the recorded routes, or switch replay off for this pass",
-            )
-        if slot.routes.shape[1:] != (len(self.layers), self.top_k):
-            raise T1Error(
-                f"routes have [L, K] = {list(slot.routes.shape[1:])}, the model [{len(self.layers)}, {self.top_k}]",
-                where="RoutingReplay.run",
-                remedy="replay rollouts of the same architecture; columns are all MoE layers of the model",
-            )
-        return self._run(slot.to(device), forward)
+        self._require_fitting(slot)
+        if self.options.check:
+            slot.check(self.num_experts, self.layers)
+        device = next(self._chunks[index]().parameters()).device
+        return self._run(slot.to(device), forward, self._layers_of[index])
 
     def record(self, chunk: nn.Module, forward: Callable[[], Output]) -> tuple[Output, Tensor]:
         """Run natively and return (output, routes [T, layers of this chunk, K] uint8 or uint16, in layer order).
 
-        A recomputation in this micro-batch's backward reads the recorded routes, so near ties can't flip between the
-        two passes (Automodel#3156).
+        Each call's routes are its own, whatever ran before or runs between it and its backward. A recomputation in
+        that backward reads them, so near ties can't flip between the two passes (Automodel#3156).
         """
-        layers = self.layers_of(chunk)
-        recording = Recording(self.columns)
-        output = self._run(recording, forward)
-        missing = [layer for layer in layers if layer not in recording.indices]
-        if missing:
-            raise T1Error(f"the forward didn't pass the routers of layers {missing}", where="RoutingReplay.record")
+        layers = self._layers_of[self._require_chunk(chunk)]
+        recording = Recording()
+        output = self._run(recording, forward, layers)
         dtype = route_dtype(self.num_experts)
         if not layers:
             return output, torch.empty(0, 0, self.top_k, dtype=dtype)
@@ -156,10 +170,23 @@ class RoutingReplay:
 
     def layers_of(self, chunk: nn.Module) -> list[int]:
         """Global numbers of the MoE layers of one chunk, sorted."""
-        return sorted(self._seams[self._require_chunk(chunk)])
+        return list(self._layers_of[self._require_chunk(chunk)])
+
+    def take_load(self) -> dict[int, Tensor]:
+        """Layer -> float64 [E]: how often each expert was taken by this rank's real tokens in replayed training passes
+        since the last call (slime#2308). Needs options.load."""
+        loads = {}
+        for _, balancing in self._balancing:
+            if balancing.load is not None:
+                loads[balancing.seam.layer], balancing.load = balancing.load, None
+        return loads
 
     def close(self) -> None:
-        """Take this object off the routers; they route natively afterwards."""
+        """Take this object off the routers; they route natively afterwards, as they were built."""
+        for reference, balancing in self._balancing:
+            if (router := reference()) is not None:
+                balancing.detach(router)
+        self._balancing = []
         for reference in self._chunks:
             chunk = reference()
             for module in () if chunk is None else chunk.modules():
@@ -175,30 +202,39 @@ class RoutingReplay:
             T1Error: replay is on and nobody said which micro-batch this is. Schedules that run layers later than the
                 forward step end here, instead of with another micro-batch's routes.
         """
-        # Inside a backward pass a forward is a recomputation; true on the engine's own threads too.
-        recomputing = torch._C._current_graph_task_id() != -1
-        slot = self._backward if recomputing else self._forward
+        again = recomputing()
+        slot = self._backward if again else self._forward
         if slot is not None:
+            if not again:
+                self._asked.add(layer)
             return slot
         if self.mode == "off":
             return NATIVE
-        phase = "recomputed in a backward" if recomputing else "called in a forward"
+        phase = "recomputed in a backward" if again else "called in a forward"
         raise T1Error(
             f"the router of layer {layer} was {phase} that no routes were given for",
             where="RoutingReplay",
             remedy="run every forward step through RoutingReplay.run, or switch replay off for this pass",
         )
 
-    def _run(self, slot: Slot, forward: Callable[[], Output]) -> Output:
+    def _run(self, slot: Slot, forward: Callable[[], Output], layers: Sequence[int] = ()) -> Output:
         if self._forward is not None:
             raise T1Error("a forward step of this model is running already", where="RoutingReplay.run")
-        self._forward = slot
+        self._forward, self._asked = slot, set()
         try:
             output = forward()
         finally:
             self._forward = None
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        silent = sorted(set(layers) - self._asked)
+        if silent:
+            raise T1Error(
+                f"the forward passed the routers of layers {silent} by, or they didn't ask for routes",
+                where="RoutingReplay",
+                remedy="a schedule that runs layers later, or a router class or kernel of its own, can't be replayed; "
+                "for a model whose layers were replaced after this object was made, make a new one",
+            )
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._enter_backward(slot))
         return output
 
@@ -210,30 +246,39 @@ class RoutingReplay:
     def _leave_backward(self) -> None:
         self._backward = None
 
+    # ------------------------------------------------------------------ checks
+
     def _require_chunk(self, chunk: nn.Module) -> int:
-        inner = _innermost(chunk)
+        inner = innermost(chunk)
         for index, reference in enumerate(self._chunks):
             if reference() is inner:
                 return index
         raise T1Error("this chunk isn't one of the model this RoutingReplay was made for", where="RoutingReplay")
 
+    def _require_fitting(self, slot: MicroBatchRoutes | None) -> None:
+        if slot is None:
+            raise T1Error(
+                "replay is on and this micro-batch has no routes",  # miles#407
+                where="RoutingReplay.run",
+                remedy="pass the recorded routes, or switch replay off for this pass",
+            )
+        dtype = route_dtype(self.num_experts)
+        expected, found = (len(self.layers), self.top_k), tuple(slot.routes.shape[1:])
+        if found != expected or slot.routes.dtype != dtype:
+            raise T1Error(
+                f"routes are {slot.routes.dtype} with [L, K] = {list(found)}, the model takes {dtype} with "
+                f"{list(expected)}",
+                where="RoutingReplay.run",
+                remedy="replay rollouts of the same architecture; columns are all MoE layers of the model",
+            )
 
-def moe_layers(config: Any) -> list[int]:
-    """Global numbers, from 1, of the decoder layers with experts, from Megatron's configuration (verl#5452)."""
-    if not config.num_moe_experts:
-        return []
-    pattern = config.moe_layer_freq
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(config.num_layers)]
-    return [number + 1 for number, has_experts in enumerate(pattern) if has_experts]
+    def _warn_once(self, slot: MicroBatchRoutes | None) -> None:
+        if slot is not None and not self._warned:
+            self._warned = True
+            warnings.warn("the model has no MoE layers: there is nothing to replay", stacklevel=3)
 
 
-def _is_mtp(name: str) -> bool:
-    return "mtp" in name.split(".")
-
-
-def _innermost(chunk: nn.Module) -> nn.Module:
-    """The model inside DDP or Float16Module."""
-    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
-        chunk = inner
-    return chunk
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [part for part in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(part, Tensor)]

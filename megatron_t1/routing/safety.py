@@ -1,12 +1,27 @@
-"""Options of a Megatron model under which replay would be bypassed or would meet the wrong micro-batch."""
+"""Options of a Megatron model under which replay would be bypassed, undone, or would meet the wrong micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_t1.errors import ConfigError
 
+Value = Callable[[str], Any]
 _BYPASSING_BALANCING = ("sinkhorn", "quantile_balancing")
+# Parts of a layer that a CUDA graph may be captured over and that hold a router.
+_PARTS_WITH_ROUTER = {"full", "full_iteration", "moe", "moe_router", "moe_preprocess"}
+# Options of cores 0.13 to 0.19 that are off when they are false or None: name, and why not and what instead.
+_MUST_BE_OFF = {
+    "moe_router_fusion": "the fused kernel chooses experts before replay is asked; set it to False",
+    "overlap_moe_expert_parallel_comm": "layers run later than their forward step; set it to False",
+    "moe_router_force_load_balancing": "scores are random, for benchmarks only; set it to False",
+    "moe_router_force_biased": "scores are shifted at random, for benchmarks only; set it to None",
+    "moe_expert_capacity_factor": "experts over capacity drop tokens that the sampler routed to them; set it to None",
+    "moe_expert_rank_capacity_factor": "ranks over capacity drop tokens that the sampler routed there; set it to None",
+    "moe_enable_routing_replay": "the core's own replay is fed through the same attribute; set it to False",
+    "use_inference_optimized_layers": "its router chooses in a compiled function; set it to False",
+}
 
 
 def unsafe_options(config: Any) -> list[str]:
@@ -19,35 +34,43 @@ def unsafe_options(config: Any) -> list[str]:
     def value(name: str) -> Any:
         return getattr(config, name, None)
 
-    wrong = []
-    if value("moe_router_fusion"):
-        wrong.append("moe_router_fusion: the fused kernel chooses experts before replay is asked; set it to False")
+    wrong = [f"{name}: {why}" for name, why in _MUST_BE_OFF.items() if value(name) not in (None, False)]
     balancing = value("moe_router_load_balancing_type")
-    for kind in balancing if isinstance(balancing, list) else [balancing]:
+    for kind in balancing if isinstance(balancing, (list, tuple)) else [balancing]:
         if kind in _BYPASSING_BALANCING:
             wrong.append(
                 f"moe_router_load_balancing_type={kind}: it chooses experts without asking; use none or aux_loss"
             )
-    if value("overlap_moe_expert_parallel_comm"):
-        wrong.append("overlap_moe_expert_parallel_comm: layers run later than their forward step; set it to False")
-    if value("moe_router_force_load_balancing"):
-        wrong.append("moe_router_force_load_balancing: scores are random, for benchmarks only; set it to False")
-    if _graphs_router(value):
+    if value("transformer_impl") == "inference_optimized":
+        wrong.append("transformer_impl=inference_optimized: its router is compiled; use transformer_engine or local")
+    option = _graph_over_router(value)
+    if option:
         wrong.append(
-            "CUDA graphs over the router would replay the captured micro-batch's routes; leave moe out of them"
+            f"{option}: CUDA graphs over the router would replay the captured micro-batch's routes; capture attn only, "
+            "or set cuda_graph_impl to none"
         )
     return wrong
 
 
-def _graphs_router(value: Any) -> bool:
-    """Whether a CUDA graph would be captured over a router, in the option names of cores 0.13 to 0.19."""
-    if value("external_cuda_graph") or (value("enable_cuda_graph") and not value("cuda_graph_impl")):
-        return True
-    if value("cuda_graph_impl") in (None, "none"):
-        return False
-    scope = value("cuda_graph_scope") or []
-    names = {getattr(part, "name", str(part)) for part in (scope if isinstance(scope, (list, tuple)) else [scope])}
-    return not names or bool(names & {"full", "full_iteration", "moe", "moe_router", "moe_preprocess"})
+def _graph_over_router(value: Value) -> str:
+    """The options by which a CUDA graph would be captured over a router, in the names of cores 0.13 to 0.19; or ""."""
+    if value("cuda_graph_impl") not in (None, "none"):
+        option = f"cuda_graph_impl={value('cuda_graph_impl')}"
+    elif value("enable_cuda_graph"):
+        return "enable_cuda_graph=True"
+    elif value("external_cuda_graph"):
+        option = "external_cuda_graph=True"
+    else:
+        return ""
+    if value("cuda_graph_impl") == "full_iteration":
+        return option
+    name = "cuda_graph_scope" if value("cuda_graph_modules") is None else "cuda_graph_modules"  # renamed in 0.18
+    parts = value(name)
+    parts = parts.split(",") if isinstance(parts, str) else [] if parts is None else parts
+    names = {getattr(part, "name", str(part)) for part in (parts if isinstance(parts, (list, tuple)) else [parts])}
+    if names and not names & _PARTS_WITH_ROUTER:
+        return ""  # nothing but attention, dense layers or inference
+    return f"{option}, {name}={','.join(sorted(names)) or '(whole layers)'}"
 
 
 def refuse_unsafe(config: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_t1.routing.slot import NativeTopK
+from megatron_t1.errors import T1Error
+from megatron_t1.routing.slot import MicroBatchRoutes, NativeTopK, Slot
 
 if TYPE_CHECKING:
     from megatron_t1.routing.replay import RoutingReplay
@@ -18,10 +20,37 @@ class RouterSeam:
 
     Values are gathered from the scores the router computed in this call, before anything is masked, so the gradient
     reaches the router as it does natively (Megatron-LM#79).
+
+    Attributes:
+        layer, column: global layer number, and which column of the routes belongs to it.
+        keep: leave `taken` and `native` of a replayed call behind for whoever balances the load; they clear it.
     """
 
-    def __init__(self, owner: RoutingReplay, layer: int):
-        self.owner, self.layer = owner, layer
+    def __init__(self, owner: RoutingReplay, layer: int, column: int):
+        self._owner = weakref.ref(owner)
+        self.layer, self.column = layer, column
+        self.keep = False
+        self.taken: Tensor | None = None
+        self.native: NativeTopK | None = None
+
+    @property
+    def owner(self) -> RoutingReplay | None:
+        return self._owner()
+
+    def slot(self) -> Slot:
+        """What the router call that is running now finds.
+
+        Raises:
+            T1Error: the RoutingReplay was dropped, or it has nothing for this call.
+        """
+        owner = self._owner()
+        if owner is None:
+            raise T1Error(
+                f"the RoutingReplay of the router of layer {self.layer} was dropped without close()",
+                where="RoutingReplay",
+                remedy="keep it as long as the model is used, or close it first",
+            )
+        return owner.current_slot(self.layer)
 
     def get_replay_topk(
         self,
@@ -33,8 +62,10 @@ class RouterSeam:
     ) -> tuple[Tensor, Tensor]:
         """(values [T, K] of `scores` [T, E], indices int64 [T, K]) of the experts to take."""
         native = NativeTopK(lambda: default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk))
-        slot = self.owner.current_slot(self.layer)
-        indices = slot.choose(self.layer, self.owner.columns[self.layer], native, scores.shape[0])
+        slot = self.slot()
+        indices = slot.choose(self.layer, self.column, native, scores.shape[0])
         if indices is None:
             return native.values, native.indices
+        if self.keep and isinstance(slot, MicroBatchRoutes):
+            self.taken, self.native = indices, native
         return scores.gather(1, indices), indices

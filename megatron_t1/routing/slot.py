@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,18 +16,10 @@ def route_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.uint16
 
 
-class Slot:
-    """Base of what stands in a slot. `choose` returns the expert indices of one layer's call, int64 [T, K]."""
-
-    def choose(self, layer: int, column: int, native: NativeTopK, tokens: int) -> Tensor | None:
-        """None: take the router's own choice."""
-        raise NotImplementedError
-
-
 class NativeTopK:
     """The router's own choice, computed at most once and only when somebody wants it."""
 
-    def __init__(self, compute):
+    def __init__(self, compute: Callable[[], tuple[Tensor, Tensor]]):
         self._compute, self._result = compute, None
 
     @property
@@ -43,6 +36,14 @@ class NativeTopK:
         return self._result
 
 
+class Slot:
+    """Base of what stands in a slot. `choose` returns the expert indices of one layer's call, int64 [T, K]."""
+
+    def choose(self, layer: int, column: int, native: NativeTopK, tokens: int) -> Tensor | None:
+        """None: take the router's own choice."""
+        raise NotImplementedError
+
+
 class _Native(Slot):
     def choose(self, layer: int, column: int, native: NativeTopK, tokens: int) -> None:
         return None
@@ -56,23 +57,37 @@ class MicroBatchRoutes(Slot):
     """Recorded routes of one micro-batch on this rank.
 
     Attributes:
-        routes: uint8 or uint16 [T, L, K], L all MoE layers of the model in global order, rows in the router's token
-            order on this rank (sequence-major, after the context- and sequence-parallel cut). It stays in this type; a
-            layer widens only its own column (SkyRL#1910).
-        mask: bool [T], False where the router's own choice is taken; what the row holds then doesn't matter.
+        routes: uint8 or uint16 (`route_dtype`) [T, L, K], L all MoE layers of the model in global order, rows in the
+            router's token order on this rank (sequence-major, after the context- and sequence-parallel cut). It stays
+            in this type; a layer widens only its own column (SkyRL#1910).
+        mask: bool [T], False where the router's own choice is taken; what the row holds then doesn't matter. Left out:
+            all rows are replayed.
+        valid: bool [T], False where the token is padding: it is routed, and left out of losses and statistics of the
+            load. None: all tokens are real.
+
+    Raises:
+        T1Error: shapes or types that don't belong together.
     """
 
     routes: Tensor
-    mask: Tensor
+    mask: Tensor | None = None
+    valid: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.routes.dim() != 3 or self.mask.shape != self.routes.shape[:1] or self.mask.dtype != torch.bool:
+        self._checked, self._all_routed = False, self.mask is None
+        if self.mask is None:
+            self.mask = torch.ones(len(self.routes), dtype=torch.bool, device=self.routes.device)
+        marks = [self.mask] if self.valid is None else [self.mask, self.valid]
+        if self.routes.dim() != 3 or any(
+            mark.shape != self.routes.shape[:1] or mark.dtype != torch.bool for mark in marks
+        ):
+            found = ", ".join(f"{mark.dtype} {list(mark.shape)}" for mark in marks)
             raise T1Error(
-                f"routes {list(self.routes.shape)} and mask {self.mask.dtype} {list(self.mask.shape)} don't belong "
-                "together: expected [T, L, K] and bool [T]",
+                f"routes {list(self.routes.shape)} and marks {found} don't belong together: expected [T, L, K] and "
+                "bool [T]",
                 where="MicroBatchRoutes",
             )
-        self._all_routed = bool(self.mask.all())  # once here, so that no layer waits for the device
+        self._all_routed = self._all_routed or bool(self.mask.all())  # once here, so that no layer waits for the device
 
     def choose(self, layer: int, column: int, native: NativeTopK, tokens: int) -> Tensor:
         if self.routes.shape[0] != tokens:
@@ -84,22 +99,58 @@ class MicroBatchRoutes(Slot):
         indices = self.routes[:, column].to(torch.int64)
         return indices if self._all_routed else torch.where(self.mask[:, None], indices, native.indices)
 
+    def check(self, num_experts: int, layers: Sequence[int]) -> None:
+        """Raise unless every replayed row holds distinct experts of `num_experts`. Waits for the device, once.
+
+        Megatron takes a repeated expert as one expert fewer, in silence.
+
+        Args:
+            layers: global layer number of each column, for the message.
+        """
+        if self._checked:
+            return
+        # Comparisons of uint16 are missing in torch; the same bits as int16 serve, experts from 32768 on excepted.
+        rows = self.routes if self.routes.dtype == torch.uint8 else self.routes.view(torch.int16)
+        top_k = rows.shape[2]
+        wrong = torch.zeros(rows.shape[:2], dtype=torch.bool, device=rows.device)
+        if num_experts < 256 or rows.dtype != torch.uint8:
+            wrong |= ((rows < 0) | (rows >= num_experts)).any(dim=2)
+        for shift in range(1, top_k // 2 + 1):  # every pair of a row meets in one of these rotations
+            wrong |= (rows == rows.roll(shift, dims=2)).any(dim=2)
+        wrong &= self.mask[:, None]
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            experts = self.routes[row, column].tolist()
+            raise T1Error(
+                f"experts {experts} can't be taken: {top_k} distinct ones of {num_experts} are needed",
+                where=f"MicroBatchRoutes, row {row}, layer {layers[column]}",
+                remedy="give padding the rows of padding_routes, and mark rows without recorded experts in `mask`",
+            )
+        self._checked = True
+
     def to(self, device: torch.device) -> MicroBatchRoutes:
         """The same routes on a device, still in their compact type."""
         if self.routes.device == device:
             return self
-        return MicroBatchRoutes(self.routes.to(device, non_blocking=True), self.mask.to(device, non_blocking=True))
+        moved = object.__new__(MicroBatchRoutes)  # nothing to check again: on a device that would wait for it
+        moved._checked, moved._all_routed = self._checked, self._all_routed
+        for name in ("routes", "mask", "valid"):
+            tensor = getattr(self, name)
+            setattr(moved, name, None if tensor is None else tensor.to(device, non_blocking=True))
+        return moved
 
 
 @dataclass(eq=False)
 class Recording(Slot):
     """Keeps each layer's native choice, int64 [T, K] by layer; read again by a recomputation."""
 
-    columns: dict[int, int]
     indices: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, column: int, native: NativeTopK, tokens: int) -> Tensor | None:
         if layer in self.indices:
             return self.indices[layer]
-        self.indices[layer] = native.indices.detach()
+        # From 0.18 on the core leaves the k unsorted where no gradient is needed; sorted by score, as with a gradient,
+        # their probabilities are summed in the same order, and replay is bitwise equal.
+        order = native.values.detach().argsort(dim=1, descending=True, stable=True)
+        self.indices[layer] = native.indices.detach().gather(1, order)
         return None

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_t1.errors import T1Error
 from megatron_t1.trajectory.record import Trajectory
+from megatron_t1.trajectory.views import tokens_before_last_loss
 
 BLOCK_TOKENS = 8192
 
@@ -18,7 +19,7 @@ class RoutesError(T1Error):
 
 
 def validate_routes(trajectory: Trajectory, num_experts: int, top_k: int, num_moe_layers: int) -> None:
-    """Raise unless every token of the trajectory, but possibly the last, has usable routes.
+    """Raise unless every token before the last one that carries loss has usable routes.
 
     Raises:
         RoutesError: names the trajectory and, where it applies, turn, token and layer.
@@ -32,6 +33,7 @@ def validate_routes(trajectory: Trajectory, num_experts: int, top_k: int, num_mo
         num_moe_layers=num_moe_layers,
         name=trajectory.header.trajectory_id,
         tokens=len(trajectory),
+        needed=tokens_before_last_loss(trajectory),
     )
 
 
@@ -45,8 +47,13 @@ def check_routes(
     num_moe_layers: int,
     name: str,
     tokens: int,
+    needed: int | None = None,
 ) -> None:
-    """`validate_routes` on bare arrays: routes [T, L, K], routed bool [T], turn [T]."""
+    """`validate_routes` on bare arrays: routes [T, L, K], routed bool [T], turn [T].
+
+    Args:
+        needed: leading tokens that must have a row; None: all but the last.
+    """
 
     def fail(problem: str, token: int | None = None, layer: int | None = None, remedy: str = "") -> None:
         where = f"trajectory {name}"
@@ -67,10 +74,10 @@ def check_routes(
     expected = np.uint8 if num_experts <= 256 else np.uint16
     if routes.dtype != expected:
         fail(f"routes are {routes.dtype}; with {num_experts} experts they are {np.dtype(expected)}")
-    missing = np.flatnonzero(~routed[:-1])
+    missing = np.flatnonzero(~routed[: tokens - 1 if needed is None else needed])
     if missing.size:  # NeMo-RL#3485
         fail(
-            f"{missing.size} tokens before the last have no recorded routes",
+            f"{missing.size} tokens before the last trained one have no recorded routes",
             int(missing[0]),
             remedy="a row of an earlier turn's last token comes with the next turn's prompt; check the stitching",
         )

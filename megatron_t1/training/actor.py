@@ -10,16 +10,17 @@ import torch
 
 from megatron_t1.model.convert import load_hf
 from megatron_t1.phase import PhaseResult
-from megatron_t1.ppo.corrections import effective_sample_share, importance_correction
-from megatron_t1.ppo.losses import entropy_sum, policy_loss
 from megatron_t1.ppo.sums import Sums, means, merge
 from megatron_t1.training.batch import MicroBatch
 from megatron_t1.training.context import Context
+from megatron_t1.training.corrections import add_corrections
 from megatron_t1.training.engine import Engine
 from megatron_t1.training.gap import score_rollout
+from megatron_t1.training.objectives import actor_objective
+from megatron_t1.training.reference import score_reference
 from megatron_t1.training.results import batch_metrics
 from megatron_t1.training.samples import SampleSet, attach, load_rollouts
-from megatron_t1.trajectory.packing import minibatches
+from megatron_t1.training.updates import update_epoch
 from megatron_t1.trajectory.sidecar import read_sidecar
 
 
@@ -28,11 +29,15 @@ def run_actor(context: Context) -> PhaseResult:
     with context.timed("load_rollouts"):
         data = load_rollouts(context.paths.rollouts(context.iteration), config, context.contract_facts())
         attach(data.samples, read_sidecar(context.paths.values(context.iteration)), ("advantages",))
+    if config.train.actor.kl_coef > 0:
+        with context.timed("reference"):
+            score_reference(context, data.samples)
     with context.timed("load_model"):
         engine = load_actor(context, counters.policy)
     metrics = batch_metrics(data)
     with context.timed("logprobs"):
         metrics.update(score_rollout(context, engine, data.samples))
+        metrics.update(add_corrections(data.samples, config.train.actor))
     with context.timed("update"):
         metrics.update(_update(context, engine, data))
     with context.timed("save"):
@@ -68,42 +73,17 @@ def load_actor(context: Context, version: int, *, with_optimizer: bool = True) -
 
 def _update(context: Context, engine: Engine, data: SampleSet) -> dict[str, float]:
     options = context.config.train.actor
-    old_name = "sampler_logprobs" if options.old_logprobs == "sampler" else "trainer_logprobs"
 
     def loss(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        device = output.device
-        current = engine.logprobs(output, batch)
-        old = batch.loss_field(old_name, device)
-        correction, correction_sums = None, {}
-        if options.correction != "none":
-            correction, correction_sums = importance_correction(
-                old,
-                batch.loss_field("sampler_logprobs", device),
-                kind=options.correction,
-                cap=options.correction_cap,
-                low=options.correction_low,
-            )
-        total, sums = policy_loss(
-            current["logprobs"],
-            old,
-            batch.loss_field("advantages", device),
-            clip_low=options.clip_low,
-            clip_high=options.clip_high,
-            dual_clip=options.dual_clip,
-            correction=correction,
-        )
-        entropies, entropy_sums = entropy_sum(current["entropy"])
-        return total - options.entropy_coef * entropies, {**sums, **entropy_sums, **correction_sums}
+        return actor_objective(engine.logprobs(output, batch), batch, options)
 
-    steps = []
     seed = context.config.run.seed + 1000 * context.iteration + 500
-    for epoch in range(options.epochs):
-        for part in minibatches(len(data.samples), options.minibatches, seed=seed, epoch=epoch):
-            groups = context.groups([data.samples[index] for index in part], seed=epoch)
-            steps.append(engine.train_step(engine.micro_batches(groups), loss))
-    total = merge(steps)
-    metrics = {f"actor/{name}": value for name, value in means(total).items()}
-    metrics["actor/optimizer_steps"] = float(engine.optimizer_steps)
-    if options.correction != "none":
-        metrics["actor/effective_sample_share"] = effective_sample_share(total)
-    return metrics
+    steps = [
+        sums
+        for epoch in range(options.epochs)
+        for sums in update_epoch(context, engine, data.samples, loss, seed=seed, epoch=epoch)
+    ]
+    return {
+        **{f"actor/{name}": value for name, value in means(merge(steps)).items()},
+        "actor/optimizer_steps": float(engine.optimizer_steps),
+    }

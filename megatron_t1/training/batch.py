@@ -17,6 +17,7 @@ from megatron_t1.routing.padding import padding_routes
 from megatron_t1.routing.replay import MicroBatchRoutes
 from megatron_t1.training.samples import Sample
 from megatron_t1.trajectory.layout import TokenLayout
+from megatron_t1.trajectory.loss_view import loss_view
 
 DUMMY_LENGTH = 2  # tokens of the zero-weight sequence given to a rank that has no work
 
@@ -82,15 +83,7 @@ def build_micro_batch(
     masks = [sample.loss_mask for sample in samples] or [np.zeros(DUMMY_LENGTH, bool)]
     layout = TokenLayout(lengths_of(samples), **layout_sizes)
 
-    count, ordinals = 0, []
-    for mask in masks:
-        numbered = np.full(len(mask), -1, np.int64)
-        numbered[mask] = np.arange(count, count + mask.sum())
-        count += int(mask.sum())
-        ordinals.append(numbered)
-    local_ordinals = layout.local(layout.shift(ordinals, fill=-1), fill=-1)
-    local_targets = layout.local(layout.shift(ids, fill=0), fill=0)
-    positions = np.flatnonzero(local_ordinals >= 0)
+    view = loss_view(ids, masks, layout)
 
     def to(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -98,12 +91,12 @@ def build_micro_batch(
     return MicroBatch(
         samples=samples,
         layout=layout,
-        tokens=to(layout.local(ids, fill=0).astype(np.int64))[None],
+        tokens=to(view.tokens.astype(np.int64))[None],
         position_ids=to(layout.position_ids.astype(np.int64))[None],
-        positions=to(positions),
-        ordinals=to(local_ordinals[positions]),
-        targets=to(local_targets[positions].astype(np.int64)),
-        count=count,
+        positions=to(view.positions),
+        ordinals=to(view.ordinals),
+        targets=to(view.targets.astype(np.int64)),
+        count=view.count,
         routes=None if route_shape is None else _routes(samples, layout, route_shape, device),
     )
 

@@ -19,7 +19,7 @@ from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import WrittenFile
 from megatron_t1.training.samples import Sample, tokenizer_digest
 from megatron_t1.trajectory.layout import TokenLayout
-from megatron_t1.trajectory.packing import plan_packing
+from megatron_t1.trajectory.packing import PackingPlan, SequenceCost, plan_packing
 
 
 @dataclass
@@ -69,20 +69,27 @@ class Context:
         }
 
     def groups(self, samples: list[Sample], *, seed: int = 0) -> list[list[Sample]]:
-        """This replica's share of one global packing plan: the samples of each micro-batch, none in a dummy.
+        """This replica's share of one global packing plan: the samples of each micro-batch, none in a dummy."""
+        return self.own_groups(self.plan(samples, seed=seed), samples)
 
-        Interleaved pipeline stages take micro-batches in rounds of the pipeline's size: dummies fill the last round.
-        """
-        plan = plan_packing(
+    def plan(self, samples: list[Sample], *, seed: int = 0) -> PackingPlan:
+        """The packing plan of all replicas; every process computes the same one."""
+        return plan_packing(
             [len(sample.ids) for sample in samples],
             data_parallel=self.replica_count,
             capacity=self.config.train.capacity,
+            cost=SequenceCost.of_architecture(self.config.model.architecture),
             seed=seed,
             multiple=TokenLayout.sequence_multiple(parallel_state.get_context_parallel_world_size()),
             names=[sample.name for sample in samples],
         )
-        mine = plan.ranks[self.replica]
-        groups = [[] if batch.is_dummy else [samples[index] for index in batch.sequences] for batch in mine]
+
+    def own_groups(self, plan: PackingPlan, samples: list[Sample]) -> list[list[Sample]]:
+        """The samples of each of this replica's micro-batches.
+
+        Interleaved pipeline stages take micro-batches in rounds of the pipeline's size: dummies fill the last round.
+        """
+        groups = [[samples[index] for index in batch.sequences] for batch in plan.ranks[self.replica]]
         layout = self.config.layout
         missing = -len(groups) % layout.pipeline if layout.virtual_pipeline > 1 else 0
         return groups + [[] for _ in range(missing)]

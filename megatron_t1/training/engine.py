@@ -6,10 +6,8 @@ token sums, and Megatron divides the gradients once by the global number of loss
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_t1.config.schema import Config, OptimizerConfig
@@ -27,18 +23,23 @@ from megatron_t1.errors import T1Error
 from megatron_t1.model.backend import Backend
 from megatron_t1.model.build import build_model
 from megatron_t1.model.checkpoint import load_checkpoint, save_checkpoint
-from megatron_t1.model.heads import loss_hidden, output_weight, vocabulary_rows
 from megatron_t1.phase import WrittenFile
-from megatron_t1.ppo.logprobs import token_logprobs
 from megatron_t1.ppo.sums import Sums, merge
 from megatron_t1.routing.replay import RoutingReplay
 from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch, lengths_of
+from megatron_t1.training.passes import (
+    LossFunction,
+    TokenReader,
+    names_everywhere,
+    packed_forward,
+    read_logprobs,
+    read_values,
+    run_schedule,
+    score,
+)
 from megatron_t1.training.samples import Sample
 from megatron_t1.training.schedule import learning_rate
 from megatron_t1.trajectory.layout import TokenLayout
-
-LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Sums]]  # loss sum and metric sums
-TokenReader = Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]  # float32 [n] for each name
 
 
 class Engine:
@@ -166,8 +167,19 @@ class Engine:
 
     # -- passes -------------------------------------------------------------------------------------------------
 
-    def train_step(self, batches: list[MicroBatch], loss: LossFunction, *, decay_steps: int | None = None) -> Sums:
+    def train_step(
+        self,
+        batches: list[MicroBatch],
+        loss: LossFunction,
+        *,
+        decay_steps: int | None = None,
+        loss_scale: float = 1.0,
+    ) -> Sums:
         """Forward, backward, one optimizer step. Returns global sums, with `grad_norm` and `learning_rate`.
+
+        Args:
+            decay_steps: of the learning rate's schedule; None: as configured.
+            loss_scale: factor of the loss sum, which Megatron divides by the loss tokens of the step.
 
         Raises:
             T1Error: the gradient isn't finite; the step is not taken.
@@ -177,11 +189,13 @@ class Engine:
         rate = learning_rate(self.optimizer_config, self.optimizer_steps, decay_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+            # Megatron leaves this to its own scheduler: norms and biases have a multiplier of 0 and aren't decayed.
+            group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
         for module in self.modules:
             module.train()
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._reduce(self._schedule(batches, loss, forward_only=False))
+        sums = self._reduce(self._schedule(batches, _scaled(loss, loss_scale), forward_only=False))
         updated, grad_norm, _ = self.optimizer.step()
         if not updated or not np.isfinite(float(grad_norm)):
             names = ", ".join(sample.name for batch in batches for sample in batch.samples[:4])
@@ -200,44 +214,9 @@ class Engine:
         """Global sums of a loss without an update."""
         return self._reduce(self._schedule(batches, loss, forward_only=True))
 
-    @torch.no_grad()
     def score(self, batches: list[MicroBatch], read: TokenReader) -> list[dict[str, torch.Tensor]]:
         """Per-loss-token numbers of each micro-batch: float32 [N] for every name `read` returns, on every rank."""
-        for module in self.modules:
-            module.eval()
-        collected: list[dict[str, torch.Tensor]] = []
-
-        def loss(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-            scattered = {}
-            for name, values in read(output, batch).items():
-                full = torch.zeros(batch.count, dtype=torch.float32, device=values.device)
-                full[batch.ordinals] = values.float()
-                scattered[name] = full
-            collected.append(scattered)
-            return output.new_zeros(()), {}
-
-        self._schedule(batches, loss, forward_only=True)
-        names = _names_everywhere({name for part in collected for name in part})
-        results = []
-        for index, batch in enumerate(batches):
-            result = {}
-            for name in names:
-                full = (
-                    collected[index][name]
-                    if collected
-                    else torch.zeros(batch.count, dtype=torch.float32, device=self.backend.device)
-                )
-                if parallel_state.get_context_parallel_world_size() > 1:
-                    dist.all_reduce(full, group=parallel_state.get_context_parallel_group())
-                if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-                    dist.broadcast(
-                        full,
-                        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-                        group=parallel_state.get_pipeline_model_parallel_group(),
-                    )
-                result[name] = full.cpu()
-            results.append(result)
-        return results
+        return score(self.modules, batches, read, self.replay)
 
     def record_routes(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """The model's own choices for each micro-batch: [T_local, L_local, K] in compact dtype. One pipeline stage."""
@@ -247,58 +226,18 @@ class Engine:
                 module.eval()
             for batch in batches:
                 _, routes = self.replay.record(
-                    self.chunks[0], lambda batch=batch: self._forward(self.modules[0], batch)
+                    self.chunks[0], lambda batch=batch: packed_forward(self.modules[0], batch)
                 )
                 recorded.append(routes)
         return recorded
 
-    def _forward(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-        boundaries = torch.from_numpy(batch.layout.cu_seqlens).to(self.backend.device)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=boundaries,
-            cu_seqlens_kv=boundaries,
-            cu_seqlens_q_padded=boundaries,
-            cu_seqlens_kv_padded=boundaries,
-            max_seqlen_q=batch.layout.max_seqlen,
-            max_seqlen_kv=batch.layout.max_seqlen,
-        )
-        return module(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
-
     def _schedule(self, batches: list[MicroBatch], loss: LossFunction, *, forward_only: bool) -> list[Sums]:
-        if not batches:
-            raise RuntimeError("a pass needs at least one micro-batch on every rank")
-
-        def forward_step(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            batch = next(iterator)
-            index = next(i for i, candidate in enumerate(self.modules) if candidate is module)
-            output = self.replay.run(self.chunks[index], batch.routes, lambda: self._forward(module, batch))
-
-            def reduce(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                total, sums = loss(result, batch)
-                total = total + result.sum() * 0.0  # a micro-batch without loss tokens still has a backward pass
-                tokens = torch.tensor(len(batch.positions), dtype=torch.int, device=self.backend.device)
-                return total, tokens, sums
-
-            return output, reduce
-
-        iterators: Any = [iter(batches) for _ in self.modules]
-        several = len(self.modules) > 1
-        with contextlib.nullcontext() if batches[0].routes is not None else self.replay.native():
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iterators if several else iterators[0],
-                model=self.modules if several else self.modules[0],
-                num_microbatches=len(batches),
-                seq_length=batches[0].layout.total,
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+        return run_schedule(self.modules, batches, loss, self.replay, forward_only=forward_only)
 
     def _reduce(self, sums: list[Sums]) -> Sums:
         """Add [sum, count] pairs over micro-batches and ranks; each token counts once (trl#6380)."""
         own = merge(sums)
-        names = _names_everywhere(own)
+        names = names_everywhere(own)
         table = torch.zeros(len(names), 2, dtype=torch.float64, device=self.backend.device)
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             for row, name in enumerate(names):
@@ -311,32 +250,23 @@ class Engine:
 
     def logprobs(self, hidden: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Log-probs (and entropies) of this rank's loss tokens, fp32 [n], at the sampling temperature."""
-        chunk = self.chunks[-1]
-        rows = loss_hidden(chunk, hidden)[0, batch.positions]
-        first_id, _ = vocabulary_rows(chunk)
-        group = parallel_state.get_tensor_model_parallel_group()
-        logprobs, entropies = token_logprobs(
-            rows,
-            output_weight(chunk),
-            batch.targets,
+        return read_logprobs(
+            self.chunks[-1],
+            hidden,
+            batch,
             temperature=self.config.rollout.temperature,
-            vocab_size=chunk.architecture.vocab_size,
-            vocab_start=first_id,
-            tp_group=group if parallel_state.get_tensor_model_parallel_world_size() > 1 else None,
-            chunk=self.config.train.logprob_chunk,
-            reduce_hidden_grad=False,  # loss_hidden does it
+            projected_at_once=self.config.train.logprob_chunk,
+            wide=self.config.train.head_dtype == "float32",
         )
-        return {"logprobs": logprobs, "entropy": entropies}
 
     def values(self, output: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Values of this rank's loss tokens, fp32 [n]: read at the position before each token."""
-        return {"values": output.reshape(-1)[batch.positions].float()}
+        return read_values(output, batch)
 
 
-def _names_everywhere(own: Iterable[str]) -> list[str]:
-    """Names known on any rank, in one order. Only pipeline stages without a loss know none and must be told."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return sorted(own)
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, sorted(own))
-    return sorted({name for names in gathered for name in names})
+def _scaled(loss: LossFunction, scale: float) -> LossFunction:
+    def scaled(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        total, sums = loss(output, batch)
+        return total * scale, sums
+
+    return loss if scale == 1.0 else scaled

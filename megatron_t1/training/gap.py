@@ -13,6 +13,7 @@ from megatron_t1.ppo.gap import logprob_gap, route_difference
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine
 from megatron_t1.training.samples import Sample
+from megatron_t1.training.scoring import score_groups, share
 
 MAX_GAP_FLOAT32 = 1e-3  # nats; 3e-7 was measured between vLLM and this trainer on CPU with equal weights
 
@@ -35,7 +36,7 @@ def score_rollout(context: Context, engine: Engine, samples: list[Sample]) -> di
     metrics = _score(context, engine, groups, replay=engine.replaying, suffix=suffix, field="trainer_logprobs")
     _require_small_gap(context.config, metrics)
     if recompute:
-        _share(context, samples, groups)
+        share(context, samples, groups, "trainer_logprobs")
     if options.replay.measure_gap and engine.replaying:
         metrics.update(_score(context, engine, groups, replay=False, suffix="no_replay", field="native_logprobs"))
         metrics.update(_route_difference(context, engine, groups))
@@ -61,10 +62,7 @@ def _require_small_gap(config: Config, metrics: dict[str, float]) -> None:
 def _score(
     context: Context, engine: Engine, groups: list[list[Sample]], *, replay: bool, suffix: str, field: str
 ) -> dict[str, float]:
-    batches = engine.micro_batches(groups, replay=replay)
-    for batch, result in zip(batches, engine.score(batches, engine.logprobs), strict=True):
-        for sample, logprobs in zip(batch.samples, batch.per_sample(result["logprobs"].numpy()), strict=True):
-            sample.fields[field] = logprobs
+    score_groups(engine, groups, engine.logprobs, "logprobs", field=field, replay=replay)
 
     def joined(name: str) -> torch.Tensor:
         rows = [sample.fields[name] for group in groups for sample in group]
@@ -98,13 +96,3 @@ def _route_difference(context: Context, engine: Engine, groups: list[list[Sample
 def _recorded(engine: Engine, groups: list[list[Sample]]) -> tuple[list, list[torch.Tensor]]:
     batches = engine.micro_batches(groups, replay=True)
     return batches, engine.record_routes(batches)
-
-
-def _share(context: Context, samples: list[Sample], groups: list[list[Sample]]) -> None:
-    """Recomputed log-probs of every replica's samples to every rank: mini-batches are packed anew."""
-    own = {sample.key: sample.fields["trainer_logprobs"] for group in groups for sample in group}
-    gathered: list = [None] * context.replica_count
-    dist.all_gather_object(gathered, own, group=context.replicas)
-    merged = {key: values for part in gathered for key, values in part.items()}
-    for sample in samples:
-        sample.fields["trainer_logprobs"] = merged[sample.key]

@@ -1,6 +1,6 @@
 """What training sees of the records: trainable trajectories, checked, with per-loss-token fields.
 
-N is the number of loss tokens of one trajectory. A field is a float32 [N] array in stream order, so a field can't be
+N is the number of loss tokens of one trajectory. A field is an array of N numbers in stream order, so a field can't be
 shifted against another one: positions are only assigned in `batch.py`, by the layout.
 """
 
@@ -38,6 +38,7 @@ class Sample:
     routed: np.ndarray  # bool [T]
     reward: float
     fields: dict[str, np.ndarray] = field(default_factory=dict)
+    task: str = ""
 
     @property
     def loss_tokens(self) -> int:
@@ -60,7 +61,8 @@ class Sample:
             routes=trajectory.routes,
             routed=trajectory.routed,
             reward=float(trajectory.header.reward.get("total", 0.0)),
-            fields={"sampler_logprobs": trajectory.logprobs[mask]},
+            fields={"sampler_logprobs": trajectory.logprobs[mask], "turn": trajectory.turn[mask]},
+            task=trajectory.header.task,
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_t1.config.schema import ArchitectureConfig
 from megatron_t1.errors import ConfigError, T1Error
 
 
@@ -20,10 +21,21 @@ class SequenceCost:
     """Time of one sequence in units of one token's matrix multiplications: length + quadratic * length**2.
 
     The default quadratic part is that of a dense transformer of hidden size 4096 (attention over the whole sequence
-    against 24 * hidden per token); an MoE with few active parameters has a larger one.
+    against 24 * hidden per token); `of_architecture` knows better.
     """
 
     quadratic: float = 1 / 24576
+
+    @classmethod
+    def of_architecture(cls, architecture: ArchitectureConfig) -> SequenceCost:
+        """The cost in a given MoE: multiplications of causal attention over those of the parameters a token meets."""
+        a = architecture
+        query, other = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+        experts = a.num_experts_per_tok * a.moe_intermediate_size + a.shared_expert_intermediate_size
+        met = a.hidden_size * (2 * query + 2 * other + 3 * experts + a.num_experts) * a.num_hidden_layers
+        # Scores and weighted values, each over half of the sequence on average, in the layers that attend to all of it.
+        attended = query * (a.num_hidden_layers // max(1, a.full_attention_interval))
+        return cls(attended / met)
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         lengths = np.asarray(lengths, np.float64)
@@ -32,11 +44,14 @@ class SequenceCost:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Indices of the sequences computed together. A dummy holds the shortest sequence and must get weight 0 everywhere:
-    its rank has to take part in the collectives of its slot but has nothing left to do."""
+    """Indices of the sequences computed together. A dummy has none: its rank gets a sequence of zero weight, because it
+    has to take part in the collectives of its slot but has nothing left to do."""
 
     sequences: tuple[int, ...]
-    is_dummy: bool = False
+
+    @property
+    def is_dummy(self) -> bool:
+        return not self.sequences
 
 
 @dataclass(frozen=True)
@@ -196,13 +211,11 @@ def _arrange(
     imbalance = float(load[slots].max(axis=1).sum() / load[slots].mean(axis=1).sum())
     if seed is not None:
         slots = slots[np.random.default_rng(seed).permutation(len(slots))]
-    shortest = int(tokens.argmin())
     plan: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     work = np.zeros(ranks)
     for slot in slots:
         for rank, number in zip(np.argsort(work, kind="stable").tolist(), slot.tolist(), strict=True):
-            members = tuple(sorted(bins[number]))
-            plan[rank].append(MicroBatch(members) if members else MicroBatch((shortest,), is_dummy=True))
+            plan[rank].append(MicroBatch(tuple(sorted(bins[number]))))
             work[rank] += load[number]
     real = sum(1 for members in bins if members)
     fill = float(tokens.sum() / (real * capacity))

@@ -20,9 +20,12 @@ from megatron_t1.trajectory import tensorfile
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.validation import FIELD_DTYPES, OPTIONAL_FIELDS, validate
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 has no `excluded`
+READABLE_SCHEMAS = (1, 2)
 RECORD_FORMAT = "megatron-t1 trajectory"
 FIELDS = tuple(FIELD_DTYPES)
+DIGEST_LENGTH = 64  # SHA-256 in hexadecimal
+IMPORTED = "imported"  # key of Header.extra: the file that `t1 import` made the record of
 
 
 class Origin(IntEnum):
@@ -112,6 +115,8 @@ class Trajectory:
         logprobs: float32 [T], the sampler's log-probability where origin is SAMPLED, NaN elsewhere.
         routes: uint8 or uint16 [T, L, K], experts taken; None when routes were not recorded.
         routed: bool [T], whether the row of `routes` was recorded (the very last token's never is).
+        excluded: bool [T], sampled or demonstrated tokens that carry no loss all the same (an import's own mask); None:
+            none are.
 
     Arrays are held as read-only views, without a copy.
 
@@ -126,6 +131,7 @@ class Trajectory:
     logprobs: np.ndarray
     routes: np.ndarray | None
     routed: np.ndarray
+    excluded: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         validate(self)
@@ -140,8 +146,9 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """bool [T]: tokens that carry loss. Derived from origin, never stored."""
-        return (self.origin == Origin.SAMPLED) | (self.origin == Origin.DEMONSTRATION)
+        """bool [T]: tokens that carry loss. Derived from origin and exclusions, never stored."""
+        mask = (self.origin == Origin.SAMPLED) | (self.origin == Origin.DEMONSTRATION)
+        return mask if self.excluded is None else mask & ~self.excluded
 
     @cached_property
     def digest(self) -> str:
@@ -156,6 +163,10 @@ class Trajectory:
         found = {name: getattr(self, name) for name in FIELDS}
         return {name: array for name, array in found.items() if array is not None}
 
+    def noting(self, **extra: Any) -> Trajectory:
+        """The same record with more in its header's `extra`."""
+        return replace(self, header=replace(self.header, extra={**self.header.extra, **extra}))
+
     def truncated(self, length: int) -> Trajectory:
         """The first `length` tokens (at least 1); every token-aligned field is cut together (verifiers#1394)."""
         if not 1 <= length <= len(self):
@@ -165,8 +176,8 @@ class Trajectory:
         return replace(self, header=replace(self.header, policy_versions=versions), **cut)
 
 
-def save(trajectory: Trajectory, path: str | Path) -> str:
-    """Write one record as a safetensors file that is complete or absent; return the SHA-256 of the file.
+def save(trajectory: Trajectory, path: str | Path) -> None:
+    """Write one record as a safetensors file that is complete or absent; its digest is taken while it is written.
 
     Raises:
         T1Error: the file can't be written (disk full, ...).
@@ -174,10 +185,11 @@ def save(trajectory: Trajectory, path: str | Path) -> str:
     metadata = {
         "format": RECORD_FORMAT,
         "schema": str(SCHEMA_VERSION),
-        "digest": trajectory.digest,
         "header": _dump(trajectory.header.to_json()),
     }
-    return tensorfile.write(path, trajectory.arrays(), metadata)
+    tensorfile.write_describing(
+        path, trajectory.arrays(), metadata, "digest", lambda: trajectory.digest, length=DIGEST_LENGTH
+    )
 
 
 def load(path: str | Path, *, verify: bool = False) -> Trajectory:
@@ -239,9 +251,10 @@ def require_format(file: tensorfile.TensorFile, expected: str) -> None:
         raise IncompleteError(
             f"this file is {found or 'of unknown format'!r}, expected {expected!r}", where=str(file.path)
         )
-    if schema != str(SCHEMA_VERSION):
+    if schema not in map(str, READABLE_SCHEMAS):
+        known = " and ".join(map(str, READABLE_SCHEMAS))
         raise T1Error(
-            f"the file has schema version {schema!r}, this version of megatron-t1 reads {SCHEMA_VERSION}",
+            f"the file has schema version {schema!r}, this version of megatron-t1 reads {known}",
             where=str(file.path),
             remedy="read it with the version of megatron-t1 that wrote it",
         )
@@ -264,7 +277,7 @@ def parse_header(raw: Any, *, where: str) -> Header:
 
 
 def _is_digest(text: Any) -> bool:
-    return isinstance(text, str) and len(text) == 64 and set(text) <= set("0123456789abcdef")
+    return isinstance(text, str) and len(text) == DIGEST_LENGTH and set(text) <= set("0123456789abcdef")
 
 
 def _dump(value: Any) -> str:

@@ -47,14 +47,15 @@ def trainable(trajectory: Trajectory, *, timed_out_policy: str = "score") -> str
         return TIMED_OUT
     if not np.isfinite(header.reward.get("total", np.nan)):
         return NO_REWARD
-    if not np.any(trajectory.origin == Origin.SAMPLED):
+    if not np.any(trajectory.loss_mask & (trajectory.origin == Origin.SAMPLED)):
         return NO_SAMPLED_TOKEN
     return None
 
 
 def demonstrates(trajectory: Trajectory) -> str | None:
     """Why SFT can't train on a trajectory, or None when it can."""
-    return None if np.any(trajectory.origin == Origin.DEMONSTRATION) else NO_DEMONSTRATION
+    demonstrated = trajectory.loss_mask & (trajectory.origin == Origin.DEMONSTRATION)
+    return None if np.any(demonstrated) else NO_DEMONSTRATION
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
     DIR/<id>.safetensors                 one record (trajectory.record)
     DIR/<name>.shard.safetensors         many records; the file's own header is the index
+    DIR/exchange.<name>.log              what the engine was asked and answered (trajectory.exchange)
 
 A shard appears whole by one rename and only then are its single files removed, so a reader that lists single files
 first and shards second meets every trajectory, and counts one that is in both places once. There is no central index to
@@ -25,6 +26,8 @@ from megatron_t1 import atomic
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.phase import WrittenFile
 from megatron_t1.trajectory import record, tensorfile
+from megatron_t1.trajectory.exchange import is_log, log_names
+from megatron_t1.trajectory.exchange_reader import read_exchange, seal_abandoned
 from megatron_t1.trajectory.record import SCHEMA_VERSION, Header, Trajectory
 
 SUFFIX = ".safetensors"
@@ -99,7 +102,7 @@ class RolloutStore:
         if trajectory_id in self:
             self._require_same(trajectory)
             return path
-        self._digests[path.name] = record.save(trajectory, path)
+        record.save(trajectory, path)
         return path
 
     def add_many(self, trajectories: Iterable[Trajectory], *, shard_size: int = SHARD_SIZE) -> None:
@@ -122,12 +125,15 @@ class RolloutStore:
             self._write_shard(pending)
 
     def seal(self, shard_size: int = SHARD_SIZE) -> None:
-        """Merge all single files into shards. Killed anywhere and repeated, it ends in the same state.
+        """Merge all single files into shards and seal the exchange logs that killed writers left.
+
+        For when nobody writes any more. Killed anywhere and repeated, it ends in the same state.
 
         Raises:
             T1Error: a single file is unreadable, was changed or contradicts a shard, or the disk is full; nothing was
                 removed then.
         """
+        seal_abandoned(self._logs())
         singles = self._list_singles()
         sealed = {trajectory_id for shard in self._list_shards().values() for trajectory_id in shard.items}
         for trajectory_id in [trajectory_id for trajectory_id in singles if trajectory_id in sealed]:
@@ -146,7 +152,6 @@ class RolloutStore:
         if not path.is_file():
             return False
         path.unlink()
-        self._digests.pop(path.name, None)
         return True
 
     def ids(self) -> list[str]:
@@ -156,6 +161,12 @@ class RolloutStore:
         for shard in self._list_shards().values():
             found.update(shard.items)
         return sorted(found)
+
+    def sealed_ids(self, shard: str) -> list[str]:
+        """Ids of the trajectories in the shard of that file name, sorted. Raises IncompleteError when there is none."""
+        if shard not in self._list_shards():
+            raise IncompleteError("there is no such shard", where=str(self.directory / shard))
+        return sorted(self._list_shards()[shard].items)
 
     def __contains__(self, trajectory_id: str) -> bool:
         single = self._single(check_id(trajectory_id)).is_file()
@@ -208,7 +219,7 @@ class RolloutStore:
             IncompleteError: a record was changed after it was written.
         """
         found = []
-        for path in (self.directory / name for name in self._files()):
+        for path in [*(self.directory / name for name in self._files()), *self._logs()]:
             digest = self._digests.get(path.name)
             if digest is None:
                 self._verify(path.name)
@@ -218,7 +229,9 @@ class RolloutStore:
         return found
 
     def _verify(self, name: str) -> None:
-        if name.endswith(SHARD_SUFFIX):
+        if is_log(name):
+            read_exchange(self.directory / name)
+        elif name.endswith(SHARD_SUFFIX):
             shard = self._list_shards()[name]
             for trajectory_id in shard.items:
                 shard.load(trajectory_id, verify=True)
@@ -254,6 +267,9 @@ class RolloutStore:
             return sorted(name for name in os.listdir(self.directory) if name.endswith(SUFFIX))
         except FileNotFoundError:
             return []
+
+    def _logs(self) -> list[Path]:
+        return [self.directory / name for name in log_names(self.directory)]
 
     def _shard_of(self, trajectory_id: str) -> _Shard | None:
         return next((shard for shard in self._list_shards().values() if trajectory_id in shard.items), None)

@@ -12,8 +12,9 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,43 @@ def write(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping
     Raises:
         T1Error: a dtype the format doesn't know, or no space left.
     """
+    head, order = _head(path, tensors, metadata)
+    parts = [head, *(_bytes_of(tensors[name]) for name in order)]
+    size = sum(len(part) for part in parts)
+    with _writing(path, size) as file:
+        return _write_and_hash(file, parts, threaded=size >= THREAD_FROM_BYTES)
+
+
+def write_describing(
+    path: str | Path,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+    name: str,
+    describe: Callable[[], str],
+    length: int,
+) -> None:
+    """`write` with one more metadata entry, that is worked out from the tensors while they are written.
+
+    Args:
+        name: of the entry.
+        describe: its value, ASCII of `length` characters; called in a thread where the file is large.
+    """
+    head, order = _head(path, tensors, {**metadata, name: "0" * length})
+    parts = [_bytes_of(tensors[name]) for name in order]
+    size = len(head) + sum(len(part) for part in parts)
+    with _writing(path, size) as file, ThreadPoolExecutor(1) as pool:
+        value = pool.submit(describe) if size >= THREAD_FROM_BYTES else None
+        file.seek(len(head))
+        for part in parts:
+            _write_all(file, memoryview(part))
+        known = describe() if value is None else value.result()
+        head, _ = _head(path, tensors, {**metadata, name: known})
+        file.seek(0)
+        _write_all(file, memoryview(head))
+
+
+def _head(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """Length and JSON header, and the names of the tensors in the order of their bytes."""
     for name, array in tensors.items():
         if array.dtype not in NAMES:
             raise T1Error(f"tensor {name!r} has dtype {array.dtype}, which safetensors can't hold", where=str(path))
@@ -74,13 +112,18 @@ def write(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    parts = [len(text).to_bytes(8, "little") + text, *(_bytes_of(tensors[name]) for name in order)]
+    return len(text).to_bytes(8, "little") + text, order
+
+
+@contextmanager
+def _writing(path: str | Path, size: int) -> Iterator[Any]:
+    """A file that appears as `path` when the block ends well."""
     try:
         with atomic.replacing(path) as temporary, open(temporary, "wb", buffering=0) as file:
-            return _write_and_hash(file, parts, threaded=offset >= THREAD_FROM_BYTES)
+            yield file
     except OSError as error:
         raise T1Error(
-            f"can't write {offset + len(text)} bytes: {error.strerror or error}",
+            f"can't write {size} bytes: {error.strerror or error}",
             where=str(path),
             remedy="free space or choose another run directory; everything written before is intact",
         ) from error

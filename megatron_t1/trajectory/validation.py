@@ -18,8 +18,9 @@ FIELD_DTYPES = {
     "logprobs": (np.float32,),
     "routes": (np.uint8, np.uint16),
     "routed": (np.bool_,),
+    "excluded": (np.bool_,),
 }
-OPTIONAL_FIELDS = frozenset({"routes"})
+OPTIONAL_FIELDS = frozenset({"routes", "excluded"})
 
 
 def validate(trajectory: Trajectory, *, where: str = "") -> None:
@@ -81,8 +82,10 @@ def _content_problem(trajectory: Trajectory) -> str:
         return f"field 'logprobs': token {token} has {logprobs[token]}, but its origin is {found}, which means NaN"
     if (token := _first(sampled & finite & (logprobs > 1e-3))) is not None:
         return f"field 'logprobs': sampled token {token} has {logprobs[token]}, a log-probability can't be positive"
-    if (token := _first(trajectory.routed.view(np.uint8) > 1)) is not None:
-        return f"field 'routed': token {token} is neither true nor false"
+    for name in ("routed", "excluded"):
+        array = getattr(trajectory, name)
+        if array is not None and (token := _first(array.view(np.uint8) > 1)) is not None:
+            return f"field {name!r}: token {token} is neither true nor false"
     if trajectory.routes is None and (token := _first(trajectory.routed)) is not None:
         return f"field 'routed': token {token} counts as recorded, but the record has no routes"
     return ""

@@ -60,6 +60,15 @@ def turns(trajectory: Trajectory) -> list[Turn]:
     return found
 
 
+def tokens_before_last_loss(trajectory: Trajectory) -> int:
+    """How many leading tokens a training step needs rows of routes for: all before the last one that carries loss.
+
+    What follows (a reply that nobody answered before the time was over) was never given to an engine, so it has none.
+    """
+    loss = np.flatnonzero(trajectory.loss_mask)
+    return int(loss[-1]) if loss.size else 0
+
+
 def route_coverage(trajectory: Trajectory) -> float:
     """Share of tokens with recorded routes, of those that can have any (the very last one can't); 0 without routes."""
     if trajectory.routes is None or len(trajectory) < 2:

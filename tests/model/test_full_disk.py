@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-
 SAVE = """
 import sys
 from pathlib import Path

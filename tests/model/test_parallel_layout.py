@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from megatron_t1.model.parallel import (
     rendezvous_from_environment,
 )
 from tests.distributed import run_distributed
-from tests.tiny_model import cpu_backend
+from tests.tiny_model import ARCHITECTURE, cpu_backend
 
 
 def problems(world_size: int, *, backend: str = "cpu", architecture=None, **sizes) -> str:
@@ -43,6 +45,7 @@ def test_layouts_that_work(world_size, sizes):
         (6, {"expert": 4}, "nearest world sizes that can: 4 and 8"),  # Megatron-LM#1517 slime#1818
         (3, {"tensor": 2, "expert_tensor": 2}, "2 and 4"),
         (2, {"tensor": 2}, "layout.expert_tensor=2"),
+        (2, {"context": 2, "expert_tensor": 2}, "layout.expert_tensor=1"),
         (2, {"virtual_pipeline": 2}, "layout.pipeline > 1"),
         (4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, "layout.dispatcher=allgather"),
         (2, {"expert": 2, "distributed_optimizer": True}, "distributed_optimizer"),
@@ -65,6 +68,25 @@ def test_architecture_must_divide():
     )
     assert len(said.splitlines()) == 3
     assert all(name in said for name in ("num_key_value_heads=2", "num_experts=16", "num_hidden_layers=3"))
+
+
+def test_freed_pipeline_outputs_with_virtual_stages_are_refused_on_gloo():  # row R39, measured
+    from megatron_t1.model.build import transformer_config
+
+    layout = LayoutConfig(expert=1, pipeline=2, virtual_pipeline=2)
+    build = partial(transformer_config, ARCHITECTURE, layout, "float32", backend=cpu_backend())
+    assert not build().deallocate_pipeline_outputs
+    with pytest.raises(ConfigError, match="deallocate_pipeline_outputs"):
+        build(deallocate_pipeline_outputs=True)
+
+
+def test_an_option_that_this_core_lacks_is_refused_unless_it_is_off():
+    from megatron_t1.model.build import transformer_config
+
+    build = partial(transformer_config, ARCHITECTURE, LayoutConfig(expert=1), "float32", backend=cpu_backend())
+    assert not hasattr(build(moe_option_of_another_core=False), "moe_option_of_another_core")
+    with pytest.raises(ConfigError, match="moe_option_of_another_core"):
+        build(moe_option_of_another_core=True)
 
 
 def test_every_problem_is_in_the_one_error():

@@ -181,7 +181,7 @@ class FakeServer:
 
         chat = load_format("chatml_bash", model_dir)
         self.turns = [chat.command("echo red > docs/alpha.txt"), chat.command("cat notes.md"), chat.submission()]
-        self.routes, self.start_s, self.requests, self.url = routes, 0.0, [], ""
+        self.routes, self.start_s, self.requests, self.sessions, self.url = routes, 0.0, [], [], ""
         self.shape = RouteShape(num_moe_layers=4, top_k=4, num_experts=16)
 
     async def __aenter__(self):
@@ -204,6 +204,7 @@ class FakeServer:
     async def generate(self, request):
         asked = await request.json()
         self.requests.append(asked)
+        self.sessions.append(request.headers.get("X-Session-ID", ""))
         if self.refuse_after is not None and len(self.requests) > self.refuse_after:
             return web.Response(status=500, text="out of order")
         prompt, sampling = asked["token_ids"], asked["sampling_params"]

@@ -9,8 +9,9 @@ import pytest
 from megatron_t1.environment.reward import DenseReward
 from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
 from megatron_t1.errors import T1Error
-from megatron_t1.rollout.agent import Attempt, EpisodeLimits, observation_text, run_episode
+from megatron_t1.rollout.agent import TURN_ATTEMPTS, Attempt, EpisodeLimits, observation_text, run_episode
 from megatron_t1.rollout.engine.errors import EngineLost, EngineRequestFailed
+from megatron_t1.rollout.formats import ConversationRefused
 from megatron_t1.rollout.samplers import ScriptedSampler
 from megatron_t1.trajectory.record import EndReason, Origin, Verdict
 from megatron_t1.trajectory.selection import trainable
@@ -144,7 +145,8 @@ def test_a_lost_sandbox_is_tried_once_more_from_the_start(task, chat):
     [(SandboxLost("gone"), EndReason.SANDBOX_LOST), (EngineRequestFailed("slow"), EndReason.ENGINE_LOST)],
 )
 def test_lost_twice_is_untrusted_and_never_zero(task, chat, failure, end_reason):  # rllm#677, verifiers#1665
-    record = play(task, chat, [(chat.command("ls"), failure), (chat.command("ls"), failure)])
+    part = (chat.command("ls"), *[failure] * TURN_ATTEMPTS)
+    record = play(task, chat, [part, part])
     verdict = record.header.verdict
     assert record.header.end_reason == end_reason
     assert not verdict.trusted and failure.problem in verdict.reason
@@ -171,6 +173,68 @@ def test_an_untrusted_verdict_pays_nothing(task, chat):  # strands-env#183
 def test_a_lost_engine_ends_the_phase(task, chat):
     with pytest.raises(EngineLost):
         play(task, chat, [EngineLost("the engine ended with status 137")])
+
+
+def test_a_turn_whose_request_failed_is_sampled_again_and_leaves_nothing(task, chat):
+    turns = [chat.command("ls"), chat.command("cat x"), chat.submission()]
+    plain = play(task, chat, turns, routes=True)
+    failing = [turns[0], EngineRequestFailed("aborted"), turns[1], EngineRequestFailed("slow"), turns[2]]
+    sandbox = FakeSandbox()
+    again = play(task, chat, failing, sandbox=sandbox, routes=True)
+    for name, array in plain.arrays().items():
+        np.testing.assert_array_equal(array, again.arrays()[name])
+    assert sandbox.starts == 1 and sandbox.commands == ["ls", "cat x"]  # the episode goes on, nothing is run twice
+    assert again.header.counts["aborted_turns"] == 2 and again.header.counts["retries"] == 0
+    first = int((again.turn <= 0).sum())
+    assert again.header.extra["edits"][0] == {"kind": "abort", "start": first, "removed": 0, "turn": 1}
+    assert "edits" not in plain.header.extra
+
+
+def test_an_answer_that_comes_after_the_deadline_is_not_in_the_record(task, chat):
+    """The turn was being sampled when the agent's time was over: nothing of it stays but the note."""
+
+    async def late():
+        await asyncio.sleep(600)
+        return chat.command("late")
+
+    limits = dataclasses.replace(LIMITS, agent_timeout_s=1.0)
+    record = play(task, chat, [chat.command("ls"), late], limits=limits)
+    assert record.header.policy_versions == (5,) and "late" not in chat.decode(record.ids)
+    assert [edit["kind"] for edit in record.header.extra["edits"]] == ["abort"]
+
+
+def test_every_turn_carries_the_version_that_sampled_it(task, chat):  # prime-rl#1650, NeMo-RL#4018
+    class Updated(FakeSampler):
+        async def next_turn(self, stream, max_tokens):
+            stream.policy = 5 + stream.turns  # new weights between the turns
+            return await super().next_turn(stream, max_tokens)
+
+    turns = [chat.command("ls"), EngineRequestFailed("weights are being updated"), chat.submission()]
+    record = play(task, chat, [()], sampler=lambda: Updated(turns))
+    assert record.header.policy_versions == (5, 6)
+
+
+def test_a_conversation_that_its_format_refuses_is_untrusted(task, chat):
+    class Refusing:
+        def __init__(self, chat):
+            self.__dict__ = dict(chat.__dict__)
+            self.parse, self.chat = chat.parse, chat
+
+        def begin(self, instruction):
+            conversation = self.chat.begin(instruction)
+
+            def refuse(observation, sampled_ids):
+                raise ConversationRefused("token 7 differs")
+
+            conversation.reply = refuse
+            return conversation
+
+    record = play(task, Refusing(chat), [chat.command("ls"), chat.submission()])
+    verdict = record.header.verdict
+    assert record.header.end_reason == EndReason.FORMAT_ERROR and record.header.reward == {}
+    assert not verdict.trusted and "token 7 differs" in verdict.reason
+    assert record.header.counts["retries"] == 0 and record.header.counts["turns"] == 1
+    assert trainable(record) is not None
 
 
 def test_an_instruction_longer_than_the_context_is_an_error(task, chat):

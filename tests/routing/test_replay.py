@@ -158,7 +158,7 @@ def test_routes_of_another_shape_raise(backend, shape, message):
     model = build(backend)
     replay = replay_of(model)
     with pytest.raises(T1Error, match=message):
-        replay.run(model, slot_of(torch.zeros(shape, dtype=torch.uint8)), forward_of(model, 1))
+        replay.run(model, slot_of(torch.arange(shape[-1], dtype=torch.uint8).expand(shape)), forward_of(model, 1))
     with replay.native():  # the failed forward left no slot behind
         replay.run(model, None, forward_of(model, 1))
 

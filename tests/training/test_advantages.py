@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_t1.config.schema import GaeConfig
-from megatron_t1.training.critic import compute_advantages
+from megatron_t1.training.advantages import compute_advantages
 from megatron_t1.training.samples import Sample
 
 
@@ -50,6 +50,15 @@ def test_length_adaptive_lambda_is_the_actors_alone():
     assert short.fields["advantages"] == pytest.approx([0.0, 0.5], abs=1e-6)  # lambda 0: only its own error
     assert long.fields["advantages"][0] == pytest.approx(0.5 * 0.8**9, abs=1e-6)
     assert long.fields["returns"] == pytest.approx([1.0] * 10, abs=1e-6)
+
+
+def test_turn_level_advantages_by_hand():
+    """Two turns, a alone and b c together; inside the second neither discount nor trace."""
+    one = sample([0.2, 0.4, 0.6], 1.0)
+    one.fields["turn"] = np.array([0, 1, 1], np.uint16)
+    compute_advantages([one], GaeConfig(gamma=0.9, lambda_actor=0.5, lambda_critic=1.0, turn_level=True))
+    assert one.fields["returns"] == pytest.approx([0.9, 1.0, 1.0], abs=1e-6)
+    assert one.fields["advantages"] == pytest.approx([0.9 * (0.5 * 0.4 + 0.5 * 1.0) - 0.2, 0.6, 0.4], abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["raw", "centred", "whitened"])

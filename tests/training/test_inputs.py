@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile
 from megatron_t1.trajectory import tensorfile
@@ -53,6 +53,36 @@ def test_a_changed_logprob_in_a_shard_is_refused(backend, context, role):
     with pytest.raises(IncompleteError, match="what the rollout phase of iteration 0 wrote has changed") as caught:
         require(context, role)
     assert path.name in caught.value.problem
+
+
+def test_a_record_that_is_not_what_the_engine_said_is_refused(backend, context):  # trl#5224
+    from megatron_t1.trajectory.exchange import REFERENCE, ExchangeLog
+    from megatron_t1.trajectory.store import RolloutStore
+
+    directory = context.paths.rollouts(0)
+    records = list(RolloutStore(directory))
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    store = RolloutStore(directory)
+    with ExchangeLog(directory) as log:
+        for number, record in enumerate(records):
+            session = log.session(record.header.trajectory_id, 0)
+            sampled = np.flatnonzero(record.loss_mask)
+            drift = number == 4  # the record was built from other tokens than came from the engine
+            session.add(
+                record.ids[: sampled[0]],
+                sampled=record.ids[sampled[0] : sampled[0] + 1] + drift,
+                logprobs=record.logprobs[sampled[:1]],
+                response_sha256="0" * 64,
+                finish_reason="length",
+                state={},
+            )
+            store.add(record.truncated(int(sampled[0]) + 1).noting(**{REFERENCE: session.reference}))
+    store.seal()
+    PhaseResult("rollout", 0, outputs=store.written_files(context.paths.root)).write(context.paths.phase(0, "rollout"))
+    with pytest.raises(MismatchError, match="changed token at turn 0, token") as caught:
+        require(context, "critic")
+    assert records[4].header.trajectory_id in caught.value.where
 
 
 def test_multiplied_advantages_are_refused(backend, context):

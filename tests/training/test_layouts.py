@@ -1,4 +1,7 @@
-"""One critic phase and one actor phase give the same numbers and the same weights in every layout and split."""
+"""One critic phase and one actor phase give the same numbers and the same weights in every layout and split.
+
+The gradients of many more layouts are compared by test_invariance.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +58,8 @@ def test_the_update_is_one(reference):
 @pytest.mark.parametrize(
     ("processes", "capacity", "layout"),
     [
-        pytest.param(2, 256, {"expert": 2}, id="dp2-ep2"),
         pytest.param(2, 64, {"expert": 2, "recompute": "full"}, id="dp2-ep2-small-batches-recompute"),
-        pytest.param(2, 128, {"pipeline": 2}, id="pp2"),
         pytest.param(2, 256, {"context": 2, "recompute": "moe"}, id="cp2-recompute-moe"),
-        pytest.param(2, 256, {"tensor": 2, "expert_tensor": 2}, id="tp2-sp-etp2"),
         pytest.param(4, 96, {"context": 2, "expert": 4, "dispatcher": "allgather"}, id="dp2-cp2-ep4-allgather"),
         pytest.param(4, 96, {"tensor": 2, "pipeline": 2, "expert": 2, "recompute": "full"}, id="tp2-pp2-ep2-recompute"),
         pytest.param(2, 96, {"pipeline": 2, "virtual_pipeline": 2}, id="pp2-vpp2"),
@@ -80,6 +80,8 @@ def test_same_update_in_every_layout(reference, tmp_path, processes, capacity, l
     else:
         assert metrics.keys() == reference.metrics.keys()
     for name, value in metrics.items():
+        if "/packing_" in name:  # how well the micro-batches are filled is the split itself
+            continue
         assert value == pytest.approx(reference.metrics[name], rel=2e-4, abs=2e-5), name
     for role, weights in reference.weights.items():
         assert distance(parameters(config, reference.backend, role, 1), weights) <= TOLERANCE, role
@@ -88,7 +90,7 @@ def test_same_update_in_every_layout(reference, tmp_path, processes, capacity, l
 @pytest.mark.parametrize(
     ("processes", "layout", "said"),
     [
-        (2, {"tensor": 2}, "never reduces the experts' gradients; set layout.expert_tensor=2"),
+        (2, {"tensor": 2}, "set layout.expert_tensor=2"),
         (3, {"expert": 3}, "architecture.num_experts=8 can't be divided by layout.expert=3"),
         (2, {"expert": 2, "distributed_optimizer": True}, "can't be checkpointed"),
     ],

@@ -138,7 +138,7 @@ def test_what_is_never_read_changes_nothing(make_run, run, backend):
     assert torch.equal(parameters(poisoned, backend, "actor", 1), weights)
 
 
-@pytest.mark.parametrize("correction", ["truncated", "band"])
+@pytest.mark.parametrize("correction", ["truncated", "band", "sequence"])
 def test_recomputed_old_logprobs_with_correction(make_run, run, correction):
     config = make_run()
     config.train.actor = replace(
@@ -147,7 +147,10 @@ def test_recomputed_old_logprobs_with_correction(make_run, run, correction):
     run("critic", config)
     metrics = run("actor", config).metrics
     assert 0 < metrics["actor/effective_sample_share"] < 1
-    assert 0 < metrics["actor/correction_touched"] < 1
+    tokens = metrics["batch/loss_tokens"] * metrics["actor/effective_sample_share"]
+    assert metrics["actor/effective_sample_tokens"] == pytest.approx(tokens)
+    if correction != "sequence":  # whose means lie within the cap here
+        assert 0 < metrics["actor/correction_touched"] < 1
     assert (metrics["actor/correction_rejected"] > 0) == (correction == "band")
     # The old policy is the trainer's own: the first of two steps starts at a ratio of 1 whatever the sampler said.
     assert abs(metrics["actor/ratio"] - 1) < 0.05
@@ -156,6 +159,116 @@ def test_recomputed_old_logprobs_with_correction(make_run, run, correction):
     config.train.actor = replace(config.train.actor, old_logprobs="sampler", correction="none")
     sampler = run("actor", config).metrics
     assert abs(sampler["actor/ratio"] - 1) > 0.05 and "actor/effective_sample_share" not in sampler
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_to_a_reference_policy(make_run, run, backend, model, estimator):
+    """The start model as its own reference: no divergence at the first step, some after it has moved."""
+    config = make_run()
+    config.train.actor = replace(config.train.actor, minibatches=1, kl_estimator=estimator)
+    run("critic", config)
+    free = run("actor", config)
+    assert "actor/reference_kl" not in free.metrics
+    moved = parameters(config, backend, "actor", 1)
+
+    config.train.actor = replace(config.train.actor, kl_coef=1e-9)
+    first = run("actor", config).metrics
+    assert first["actor/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    config.train.replay.reference = False  # its own experts: another network, although of equal weights
+    assert abs(run("actor", config).metrics["actor/reference_kl"]) > 1e-4
+    config.train.replay.reference = True
+
+    config.train.actor = replace(config.train.actor, epochs=4)
+    assert run("actor", config).metrics["actor/reference_kl"] != pytest.approx(0.0, abs=1e-6)
+    config.train.actor = replace(config.train.actor, epochs=1, kl_coef=0.0)
+    assert torch.equal(moved, (run("actor", config), parameters(config, backend, "actor", 1))[1])
+
+
+def test_a_reference_of_its_own_and_one_of_another_tokenizer(make_run, run, tmp_path):
+    config = make_run()
+    run("critic", config)
+    other = write_hf(tmp_path / "reference", seed=2)
+    config.train.actor = replace(config.train.actor, kl_coef=0.1, reference=str(other))
+    assert run("actor", config).metrics["actor/reference_kl"] > 0.01
+    (other / "tokenizer.json").write_text('{"another": 1}')
+    with pytest.raises(MismatchError, match="another tokenizer"):
+        run("actor", config)
+
+
+def test_one_denominator_for_the_whole_rollout(make_run, run):
+    """It changes nothing where there is one step, and the gradients' norms where there are several."""
+    config = make_run()
+    config.train.loss_denominator = "rollout"
+    config.train.critic = replace(config.train.critic, lr=1e-30, epochs=1, clip_grad=0.0, minibatches=1)
+    whole = run("critic", config).metrics
+    config.train.loss_denominator = "step"
+    assert run("critic", config).metrics == pytest.approx(whole)  # one step: nothing to tell apart
+    config.train.critic = replace(config.train.critic, minibatches=3)
+    step = run("critic", config).metrics["critic/grad_norm"]
+    config.train.loss_denominator = "rollout"
+    assert run("critic", config).metrics["critic/grad_norm"] != pytest.approx(step, rel=1e-4)
+
+
+def test_turn_level_advantages_differ_between_turns_only(make_run, run):
+    config = make_run()
+    config.train.gae = replace(config.train.gae, turn_level=True, gamma=0.9, lambda_actor=0.8)
+    run("critic", config)
+    stored = read_sidecar(RunPaths.of(config.run.dir).values(0))
+    for record in RolloutStore(RunPaths.of(config.run.dir).rollouts(0)):
+        fields, turns = stored[record.digest], record.turn[record.loss_mask]
+        totals = fields["advantages"] + fields["old_values"]
+        inside = turns[1:] == turns[:-1]
+        np.testing.assert_allclose(totals[1:][inside], totals[:-1][inside], atol=1e-5)
+        assert totals[-1] == pytest.approx(record.header.reward["total"], abs=1e-5)
+
+
+def test_a_critic_starts_from_a_policy_and_says_what_is_new(make_run, run, model):  # NeMo-RL#2825 NeMo-RL#2530
+    config = make_run(warmup=1)
+    first = run("critic", config, 0)
+    assert first.details["newly_initialised"] == ["output_layer.weight", "output_layer.bias"]
+    assert first.metrics["critic/mean_value"] == pytest.approx(first.metrics["batch/mean_reward"], rel=1e-5)
+    assert first.metrics["critic/optimizer_steps"] == 4  # its own, from zero (NeMo-RL#3821)
+    second = run("critic", config, 1)
+    assert second.details["newly_initialised"] == [] and second.metrics["critic/optimizer_steps"] == 6
+
+
+def test_only_loss_tokens_meet_the_vocabulary(make_run, run, monkeypatch):
+    from megatron_t1.training import passes
+
+    config = make_run()
+    config.train.replay.measure_gap = False
+    config.train.head_dtype = "float32"
+    run("critic", config)
+    projected = []
+    project = passes.token_logprobs
+
+    def watched(rows, *arguments, **options):
+        assert options["wide"]
+        projected.append(len(rows))
+        return project(rows, *arguments, **options)
+
+    monkeypatch.setattr(passes, "token_logprobs", watched)
+    metrics = run("actor", config).metrics
+    assert sum(projected) == metrics["batch/loss_tokens"] < metrics["batch/tokens"]
+
+
+def test_a_warmup_ends_when_held_out_tasks_say_so(make_run, run, backend):
+    config = make_run(warmup=1)
+    config.train.critic = replace(
+        config.train.critic, lr=2e-2, warmup_holdout=3, warmup_epochs=12, warmup_min_epochs=2, warmup_patience=1
+    )
+    result = run("critic", config)
+    history, metrics = result.details["held_out_explained_variance"], result.metrics
+    assert metrics["critic/held_out_trajectories"] == 3 and metrics["critic/held_out_explained_variance_task_mean"] == 1
+    epochs, best = int(metrics["critic/warmup_epochs"]), int(metrics["critic/warmup_best_epoch"])
+    assert len(history) == epochs + 1 and 2 <= epochs < 12 and history[best] == max(history[1:])
+    assert metrics["critic/held_out_explained_variance"] == history[best]
+    assert metrics["critic/optimizer_steps"] == 2 * epochs
+
+    kept = parameters(config, backend, "critic", 1)  # of the best epoch: training only that long gives the same
+    config.train.critic = replace(config.train.critic, warmup_epochs=best, warmup_min_epochs=best)
+    run("critic", config)
+    assert torch.equal(parameters(config, backend, "critic", 1), kept)
 
 
 def test_a_rollout_of_other_weights_stops_the_actor_before_its_update(make_run, run):

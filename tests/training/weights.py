@@ -14,16 +14,28 @@ from tests.tiny_model import tiny_config
 
 def parameters(config: Config, backend, role: str, version: int) -> torch.Tensor:
     """float64 [parameters] of actor or critic `version`; actor 0 and critic 0 are the start model."""
+    if version:
+        return checkpoint_parameters(RunPaths.of(config.run.dir).checkpoint(role, version), backend, role)
     from megatron_t1.model.build import build_model
-    from megatron_t1.model.checkpoint import load_checkpoint
     from megatron_t1.model.convert import load_hf
 
     kind = "policy" if role == "actor" else "value"
     chunks = build_model(tiny_config(), backend, kind, initialize=False)
-    if version == 0:
-        load_hf(chunks, config.model.path, kind)
-    else:
-        load_checkpoint(RunPaths.of(config.run.dir).checkpoint(role, version), chunks, None)
+    load_hf(chunks, config.model.path, kind)
+    return _vector(chunks)
+
+
+def checkpoint_parameters(directory: Path, backend, role: str) -> torch.Tensor:
+    """float64 [parameters] of a checkpoint that any layout wrote."""
+    from megatron_t1.model.build import build_model
+    from megatron_t1.model.checkpoint import load_checkpoint
+
+    chunks = build_model(tiny_config(), backend, "policy" if role == "actor" else "value", initialize=False)
+    load_checkpoint(directory, chunks, None)
+    return _vector(chunks)
+
+
+def _vector(chunks: list) -> torch.Tensor:
     return torch.cat([value.detach().reshape(-1).double() for _, value in sorted(chunks[0].named_parameters())])
 
 

@@ -199,3 +199,20 @@ def test_a_changed_record_gets_no_new_digest(tmp_path, make, sealed):
     change_logprob(next(tmp_path.glob("*.safetensors")))
     with pytest.raises(IncompleteError, match="digest"):
         RolloutStore(tmp_path).written_files(tmp_path)
+
+
+def test_logs_beside_the_records_are_sealed_and_listed_with_them(make, tmp_path):
+    from megatron_t1.trajectory.exchange import ExchangeLog
+    from megatron_t1.trajectory.exchange_reader import read_exchange
+
+    store = RolloutStore(tmp_path)
+    store.add(make("a-0"))
+    log = ExchangeLog(tmp_path)  # its writer is killed: never closed
+    log.session("a-0", 0)
+    store.seal()
+    assert read_exchange(log.path).sealed
+    names = [file.path for file in store.written_files(tmp_path)]
+    assert log.path.name in names and len(names) == 2
+    log.path.write_bytes(log.path.read_bytes()[:-20] + b"x" * 20)
+    with pytest.raises(IncompleteError, match="damaged"):
+        RolloutStore(tmp_path).written_files(tmp_path)

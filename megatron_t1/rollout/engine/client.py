@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -10,8 +11,10 @@ import numpy as np
 
 from megatron_t1.rollout.engine.completion import Completion, RouteShape
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequestFailed
+from megatron_t1.trajectory.exchange import ExchangeSession
 
 GENERATE = "/inference/v1/generate"
+SESSION_HEADER = "X-Session-ID"
 
 
 class EngineClient:
@@ -61,6 +64,7 @@ class EngineClient:
         stop_ids: Sequence[int],
         seed: int | None = None,
         routes_from: int | None = None,
+        exchange: ExchangeSession | None = None,
         where: str = "",
     ) -> Completion:
         """Sample one turn after `ids`.
@@ -71,6 +75,7 @@ class EngineClient:
             stop_ids: generation ends with the first of these, which is part of the result; nothing else ends it.
             seed: None for the engine's own randomness.
             routes_from: first position whose routes are wanted (0 to P); None: none.
+            exchange: where request and answer are logged, before anybody else sees them.
             where: names the request in errors (trajectory and turn).
 
         Raises:
@@ -97,8 +102,9 @@ class EngineClient:
             # An engine that records routes always returns some; unwanted ones are kept few.
             sampling["routed_experts_prompt_start"] = len(ids) if routes_from is None else int(routes_from)
         request = {"token_ids": ids.tolist(), "sampling_params": sampling, "stream": False}
-        body = await self._post(GENERATE, json.dumps(request, separators=(",", ":")).encode(), where)
-        return Completion.from_response(
+        body = await self._post(GENERATE, json.dumps(request, separators=(",", ":")).encode(), where, exchange)
+        digest = hashlib.sha256(body).hexdigest()
+        completion = Completion.from_response(
             body,
             prompt_length=len(ids),
             max_tokens=max_tokens,
@@ -106,10 +112,52 @@ class EngineClient:
             route_shape=self.route_shape,
             where=where,
         )
+        if exchange is not None:
+            exchange.add(
+                ids,
+                sampled=completion.ids,
+                logprobs=completion.logprobs,
+                response_sha256=digest,
+                finish_reason=completion.finish_reason,
+                cached_tokens=completion.cached_tokens,
+                routes=completion.routes,
+                routes_start=completion.routes_start,
+                state={
+                    "temperature": sampling["temperature"],
+                    "top_p": sampling["top_p"],
+                    "stop_ids": sampling["stop_token_ids"],
+                    "weights": completion.weights,
+                },
+            )
+        return completion
 
-    async def _post(self, path: str, data: bytes, where: str) -> bytes:
+    async def score(self, ids: np.ndarray, *, where: str = "") -> np.ndarray:
+        """Log-probability of each token after those before it, at temperature 1: float64 [P], NaN for the first.
+
+        Args:
+            ids: int32 [P], at least two tokens.
+
+        Raises:
+            as `generate`.
+        """
+        sampling = {"n": 1, "temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        request = {"token_ids": ids.tolist(), "sampling_params": sampling, "stream": False}
+        body = await self._post(GENERATE, json.dumps(request, separators=(",", ":")).encode(), where)
         try:
-            async with self._session.post(path, data=data, headers={"content-type": "application/json"}) as response:
+            first, *rest = json.loads(body)["prompt_logprobs"]
+            scores = [float(row[str(token)]["logprob"]) for row, token in zip(rest, ids[1:].tolist(), strict=True)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineAnswerInvalid(
+                f"the engine's prompt log-probabilities are invalid: {type(error).__name__}: {error}", where=where
+            ) from error
+        return np.array([np.nan, *scores])
+
+    async def _post(self, path: str, data: bytes, where: str, exchange: ExchangeSession | None = None) -> bytes:
+        headers = {"content-type": "application/json"}
+        if exchange is not None:  # a router in front of replicas keeps a session where its prefix is cached
+            headers[SESSION_HEADER] = exchange.name
+        try:
+            async with self._session.post(path, data=data, headers=headers) as response:
                 body = await response.read()
         except TimeoutError as error:
             await self._raise_if_lost()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import io
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +48,7 @@ class Completion:
         prompt_length: P.
         finish_reason: "stop" (a stop id was sampled) or "length".
         cached_tokens: prompt tokens that the engine took from its prefix cache.
-        response_sha256: of the raw response body, so that the record can be audited against the exchange.
+        weights: the engine's own name of the weights that sampled all of it; "" when it doesn't say.
     """
 
     __slots__ = (
@@ -60,7 +59,7 @@ class Completion:
         "prompt_length",
         "finish_reason",
         "cached_tokens",
-        "response_sha256",
+        "weights",
     )
 
     def __init__(self, *_, **__):
@@ -113,8 +112,11 @@ class Completion:
             entries = [(entry["token_id"], entry["logprob"]) for entry in content]
             usage = answer.get("usage") or {}
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            weights = sorted({str(span["version"]) for span in choice.get("weight_versions") or []})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise invalid(f"{type(error).__name__}: {error}") from error
+        if len(weights) > 1:
+            raise invalid(f"one turn was sampled by several weights: {', '.join(weights)}")
         if reason not in ("stop", "length"):
             raise EngineRequestFailed(f"the engine ended a request with {reason!r}", where=where)
         ids = _int32(token_ids, invalid)
@@ -148,7 +150,7 @@ class Completion:
             "prompt_length": prompt_length,
             "finish_reason": reason,
             "cached_tokens": int(cached),
-            "response_sha256": hashlib.sha256(body).hexdigest(),
+            "weights": "".join(weights),
         }
         for array in (ids, logprobs, routes):
             if array is not None:

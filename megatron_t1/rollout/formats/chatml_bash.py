@@ -13,7 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_t1.rollout.formats.protocol import Command, FormatProblem, Span, Submit
+from megatron_t1.rollout.formats.protocol import (
+    ONE_CALL,
+    Command,
+    FormatProblem,
+    Span,
+    Submit,
+    TurnByTurn,
+    command_problem,
+)
 from megatron_t1.rollout.formats.tokenizer import PlainTokenizer
 from megatron_t1.trajectory.record import Origin
 
@@ -36,6 +44,9 @@ class ChatmlBash:
         self._newline = self.tokenizer.encode("\n")
         self._header = {role: self._join(self._start, f"{role}\n") for role in ("user", "assistant", "tool")}
 
+    def begin(self, instruction: str) -> TurnByTurn:
+        return TurnByTurn(self, instruction)
+
     def open(self, instruction: str) -> np.ndarray:
         return self._join(self._header["user"], instruction, self._end, self._newline, self._header["assistant"])
 
@@ -50,20 +61,18 @@ class ChatmlBash:
         if len(calls) == 0 and len(ends) == 0:
             return Submit(self.tokenizer.decode(body))
         if len(calls) != 1 or len(ends) != 1 or calls[0] > ends[0]:
-            return FormatProblem("one complete call per turn")
+            return FormatProblem(ONE_CALL)
         if self.tokenizer.decode(body[ends[0] + 1 :]).strip():
             return FormatProblem("text after call")
         text = self.tokenizer.decode(body[calls[0] + 1 : ends[0]]).strip()
-        if not text:
-            return FormatProblem("empty command")
-        if "\0" in text:
-            return FormatProblem("NUL in command")
-        return Command(text)
+        problem = command_problem(text)
+        return FormatProblem(problem) if problem else Command(text)
 
-    def reply(self, observation: str, sampled_ids: np.ndarray) -> list[Span]:
+    def reply(self, observation: str, sampled_ids: np.ndarray, *, role: str = "") -> list[Span]:
         closed = len(sampled_ids) > 0 and int(sampled_ids[-1]) == self._end
         repair = self._newline if closed else self._join(self._end, self._newline)
-        answer = self._join(self._header["tool"], observation, self._end, self._newline, self._header["assistant"])
+        header = self._header[role or "tool"]
+        answer = self._join(header, observation, self._end, self._newline, self._header["assistant"])
         return [Span(repair, Origin.REPAIR), Span(answer, Origin.ENVIRONMENT)]
 
     def command(self, text: str) -> np.ndarray:

@@ -1,0 +1,72 @@
+"""The exchange logs of a directory of records, and the session in them that a record points to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_t1.audit.findings import Finding, Kind
+from megatron_t1.errors import IncompleteError
+from megatron_t1.trajectory.exchange import REFERENCE, is_log, log_names
+from megatron_t1.trajectory.exchange_reader import ExchangeFile, LoggedSession, read_exchange
+from megatron_t1.trajectory.record import Header
+
+
+class Evidence:
+    """Reads each log of `directory` once, when it is first needed.
+
+    Args:
+        verify: compare the logs' own checksums.
+    """
+
+    def __init__(self, directory: str | Path, *, verify: bool = True):
+        self.directory = Path(directory)
+        self.verify = verify
+        self._logs: dict[str, ExchangeFile | IncompleteError] = {}
+
+    def log(self, name: str) -> ExchangeFile | IncompleteError:
+        if name not in self._logs:
+            try:
+                self._logs[name] = read_exchange(self.directory / name, verify=self.verify)
+            except IncompleteError as error:
+                self._logs[name] = error
+        return self._logs[name]
+
+    def session(self, header: Header) -> tuple[LoggedSession, dict[str, Any]] | Finding | None:
+        """The session of a record and what its log says about the engine.
+
+        Returns:
+            a Finding when it can't be had; None for a record that points to none.
+        """
+        reference = header.extra.get(REFERENCE)
+        if reference is None:
+            return None
+        try:
+            name, number = str(reference["log"]), int(reference["session"])
+        except (KeyError, TypeError, ValueError):
+            return Finding(Kind.LOG_MISSING, f"the record's pointer to it is {reference!r}")
+        if not is_log(name) or Path(name).name != name:
+            return Finding(Kind.LOG_MISSING, f"{name!r} is no name of a log")
+        if not (self.directory / name).is_file():
+            return Finding(Kind.LOG_MISSING, f"{name} is not beside the record")
+        log = self.log(name)
+        if isinstance(log, IncompleteError):
+            return Finding(Kind.LOG_DAMAGED, f"{name}: {log.problem}")
+        session = log.sessions.get(number)
+        if session is None:
+            return Finding(Kind.LOG_CUT, f"{name} has no session {number}")
+        return session, log.facts
+
+    def names(self) -> list[str]:
+        return log_names(self.directory)
+
+    def file_findings(self, *, sealed: bool) -> list[Finding]:
+        """What is wrong with the logs as files. One without its end is wrong where the records are sealed."""
+        found = []
+        for name in self.names():
+            log = self.log(name)
+            if isinstance(log, IncompleteError):
+                found.append(Finding(Kind.LOG_DAMAGED, f"{name}: {log.problem}"))
+            elif sealed and not log.sealed:
+                found.append(Finding(Kind.LOG_CUT, f"{name} ends after {log.whole} bytes without its last frame"))
+        return found

@@ -1,0 +1,111 @@
+"""`t1 audit`: does training see exactly what the sampler saw and produced?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_t1.audit.baseline import Baseline, baseline_format
+from megatron_t1.audit.findings import TrajectoryAudit
+from megatron_t1.audit.report import as_json, print_report, write
+from megatron_t1.audit.rescore import Rescored, can_rescore, choose, rescore
+from megatron_t1.audit.run import UNREADABLE, TargetAudit, audit_target, exit_status
+from megatron_t1.audit.targets import Target, find_targets
+from megatron_t1.cli import Invocation
+from megatron_t1.commands.inspect import Parser
+from megatron_t1.config.schema import EngineConfig
+from megatron_t1.errors import ConfigError, IncompleteError
+from megatron_t1.paths import RunPaths
+from megatron_t1.report.show import make_console
+from megatron_t1.trajectory.record import Trajectory
+
+
+def audit(invocation: Invocation) -> int:
+    """Exit status: 0 clean; 1 anything is wrong; 2 input that can't be read."""
+    options = _options(invocation)
+    try:
+        return _audit(options, [target for path in options.paths for target in find_targets(path)])
+    except IncompleteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UNREADABLE
+
+
+def _audit(options: argparse.Namespace, targets: list[Target]) -> int:
+    audits: list[TargetAudit] = []
+    baselines: list[Baseline | None] = []
+    rescored: list[Rescored | None] = []
+    for target in targets:
+        model = Path(options.model) if options.model else None
+        baseline = _Baseline(target, model, options.chat_format) if options.baseline else None
+        held: dict[str, tuple[Trajectory, TrajectoryAudit]] = {}
+
+        def visit(record: Trajectory, found: TrajectoryAudit, baseline=baseline, held=held) -> None:
+            if baseline is not None:
+                baseline.add(record)
+            if options.rescore and can_rescore(record):
+                held[record.header.trajectory_id] = record, found
+
+        audits.append(audit_target(target, visit=visit))
+        baselines.append(baseline.counted if baseline is not None else None)
+        rescored.append(_rescore(target, held, options.rescore, model) if options.rescore else None)
+    if options.report:
+        write(options.report, as_json(audits, baselines, rescored))
+    print_report(audits, baselines, rescored, make_console())
+    return exit_status(audits)
+
+
+def _options(invocation: Invocation) -> argparse.Namespace:
+    parser = Parser(prog="t1 audit", add_help=False)
+    parser.add_argument("paths", nargs="+", metavar="PATH")
+    parser.add_argument("--report", metavar="FILE")
+    parser.add_argument("--baseline", choices=["rerender"])
+    parser.add_argument("--rescore", type=int, default=0, metavar="N")
+    parser.add_argument("--model", metavar="DIR")
+    parser.add_argument("--chat-format", metavar="NAME")
+    options = parser.parse_args(invocation.arguments)
+    if options.rescore < 0:
+        raise ConfigError("--rescore takes a number of trajectories")
+    return options
+
+
+class _Baseline:
+    """Counts the baseline of one target; the format is that of the run, or of the first record's contract."""
+
+    def __init__(self, target: Target, model: Path | None, chat_format: str | None):
+        self.model = model or _model_of(target, "--baseline")
+        self.name = chat_format
+        self.counted = Baseline(chat_format or "")
+        self._chat = None
+
+    def add(self, record: Trajectory) -> None:
+        if self._chat is None:
+            contract = record.header.contract
+            self.counted.chat_format = self.name or (contract.chat_format if contract is not None else "")
+            self._chat = baseline_format(self.counted.chat_format, self.model)
+        self.counted.add(record, self._chat)
+
+
+def _rescore(
+    target: Target, held: dict[str, tuple[Trajectory, TrajectoryAudit]], count: int, model: Path | None
+) -> Rescored:
+    if not held:  # none of temperature 1 and top-p 1
+        return Rescored()
+    sample = [held[name] for name in choose(list(held), count)]
+    engine = target.run.rollout.engine if target.run is not None else EngineConfig()
+    with tempfile.TemporaryDirectory(prefix="t1-audit-") as scratch:
+        log_path = Path(scratch) / "engine.log"
+        return asyncio.run(
+            rescore(sample, model or _model_of(target, "--rescore"), engine, log_path=log_path),
+        )
+
+
+def _model_of(target: Target, option: str) -> Path:
+    """The model directory that sampled a target's records: the run's export of that policy."""
+    if target.run is None:
+        raise ConfigError(f"{option} needs --model DIR: {target.label} belongs to no run")
+    number = int(target.directory.name.removeprefix("iter_"))
+    policy = number if target.kind == "evaluations" else max(0, number - target.run.loop.warmup_iterations)
+    return RunPaths.of(target.run.run.dir).hf(policy, target.run.model.path)

@@ -1,0 +1,133 @@
+"""The JSON-lines form: one trajectory on each line; docs/token-streams.md describes the fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_t1.errors import T1Error
+from megatron_t1.importing.foreign import Foreign, ForeignTurn, contract_of, numbers, plain_name, token_ids
+from megatron_t1.trajectory.contract import SamplingContract
+
+FIELDS = frozenset("id task ids mask logprobs routes turn policy reward passed total contract exchanges".split())
+
+
+def read_lines(path: str | Path, contract: SamplingContract | None = None) -> Iterator[Foreign]:
+    """The trajectories of a file.
+
+    Args:
+        contract: of lines that state none.
+
+    Raises:
+        T1Error: names the line, the field and what is wrong with it.
+    """
+    path = Path(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _foreign(line, f"{path.name}, line {number}", contract, f"{path.stem}-{number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise T1Error(f"can't be read: {error}", where=str(path)) from error
+
+
+def _foreign(line: str, where: str, contract: SamplingContract | None, default_name: str) -> Foreign:
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise T1Error(f"not JSON: {error}", where=where) from error
+    if not isinstance(raw, dict) or "ids" not in raw or "mask" not in raw:
+        raise T1Error("expected an object with at least ids and mask", where=where)
+    unknown = sorted(set(raw) - FIELDS)
+    if unknown:
+        raise T1Error(
+            f"unknown field(s) {', '.join(unknown)}", where=where, remedy=f"known: {', '.join(sorted(FIELDS))}"
+        )
+    ids = token_ids(raw["ids"], "ids", where)
+    mask = numbers(raw["mask"], "mask", where)
+    if not np.isin(mask, (0, 1)).all():
+        raise T1Error("mask holds something else than 0 and 1", where=where)
+    found = contract_of(raw["contract"], where) if "contract" in raw else contract
+    routes, routed = read_routes(raw.get("routes"), found, where)
+    name = plain_name(str(raw.get("id", default_name)))
+    return Foreign(
+        name=name,
+        task=str(raw.get("task", name)),
+        ids=ids,
+        mask=mask == 1,
+        logprobs=numbers(raw["logprobs"], "logprobs", where) if raw.get("logprobs") is not None else None,
+        source=where,
+        routes=routes,
+        routed=routed,
+        turn=token_ids(raw["turn"], "turn", where).astype(np.uint16) if "turn" in raw else None,
+        policy=_number(raw, "policy", int, where) or 0,
+        reward=_number(raw, "reward", float, where),
+        passed=_number(raw, "passed", int, where),
+        total=_number(raw, "total", int, where),
+        contract=found,
+        exchanges=[_exchange(item, f"{where}, exchange {index}") for index, item in enumerate(_list(raw, where))],
+    )
+
+
+def read_routes(
+    rows: Any, contract: SamplingContract | None, where: str
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Routes [T, L, K] and which rows were recorded, from a list of rows [L][K]; null stands for an unrecorded row.
+
+    Raises:
+        T1Error: rows of different shapes, something that is no expert, or one expert twice.
+    """
+    if rows is None:
+        return None, None
+    if not isinstance(rows, list) or not any(row is not None for row in rows):
+        raise T1Error("routes is not a list of rows [layers][experts]", where=where)
+    routed = np.array([row is not None for row in rows])
+    try:
+        known = np.array([row for row in rows if row is not None])
+    except ValueError as error:
+        raise T1Error(f"routes: rows of different shapes ({error})", where=where) from error
+    if known.ndim != 3 or known.dtype.kind not in "iu" or known.min() < 0:
+        found = f"{known.dtype} {known.shape}"
+        raise T1Error(f"routes must be non-negative integers [tokens][layers][experts], got {found}", where=where)
+    experts = contract.num_experts if contract is not None and contract.num_experts else int(known.max()) + 1
+    if known.max() >= experts:
+        raise T1Error(f"routes name expert {known.max()}, the model has {experts}", where=where)
+    ordered = np.sort(known, axis=2)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))
+    if twice.any():
+        token = int(np.flatnonzero(routed)[twice.argmax()])
+        raise T1Error(f"routes of token {token} name an expert twice", where=where)
+    routes = np.zeros((len(rows), *known.shape[1:]), np.uint8 if experts <= 256 else np.uint16)
+    routes[routed] = known
+    return routes, routed
+
+
+def _exchange(raw: Any, where: str) -> ForeignTurn:
+    if not isinstance(raw, dict):
+        raise T1Error("not an object", where=where)
+    sampled = token_ids(raw.get("completion_ids"), "completion_ids", where)
+    given = raw.get("logprobs")
+    logprobs = np.full(len(sampled), np.nan, np.float32) if given is None else numbers(given, "logprobs", where)
+    if len(logprobs) != len(sampled):
+        raise T1Error(f"{len(logprobs)} log-probabilities of {len(sampled)} tokens", where=where)
+    return ForeignTurn(token_ids(raw.get("prompt_ids"), "prompt_ids", where), sampled, logprobs)
+
+
+def _list(raw: dict[str, Any], where: str) -> list[Any]:
+    found = raw.get("exchanges", [])
+    if not isinstance(found, list):
+        raise T1Error("exchanges is not a list", where=where)
+    return found
+
+
+def _number(raw: dict[str, Any], name: str, kind: type, where: str) -> Any:
+    value = raw.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
+        raise T1Error(f"{name} is {value!r}, expected {'a whole number' if kind is int else 'a number'}", where=where)
+    return kind(value)

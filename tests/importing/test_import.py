@@ -1,0 +1,215 @@
+"""Other people's rollouts: what the record holds, that it can be audited and trained on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_t1.audit.guard import require_no_drift
+from megatron_t1.audit.run import audit_target
+from megatron_t1.audit.targets import find_targets
+from megatron_t1.cli import main
+from megatron_t1.errors import T1Error
+from megatron_t1.importing.harbor import read_trials
+from megatron_t1.importing.jsonlines import read_lines
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import require_recorded
+from megatron_t1.trajectory.record import Origin
+from megatron_t1.trajectory.selection import trainable
+from megatron_t1.trajectory.store import RolloutStore
+from tests.trajectory.conftest import CONTRACT
+
+LINE = {
+    "id": "a/b 1",
+    "task": "t",
+    "ids": [1, 2, 10, 11, 3, 4, 12, 13, 14],
+    "mask": [0, 0, 1, 1, 0, 0, 1, 0, 1],
+    "logprobs": [None, None, -0.5, -1, None, None, -2, -0.25, -3],
+    "passed": 2,
+    "total": 3,
+    "reward": 0.5,
+}
+
+
+def lines(tmp_path, *changes):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({**LINE, "id": f"line-{n}", **change}) for n, change in enumerate(changes)))
+    return path
+
+
+@pytest.fixture
+def contract_file(tmp_path):
+    path = tmp_path / "contract.json"
+    path.write_text(json.dumps(CONTRACT.to_json()))
+    return path
+
+
+def test_json_lines_become_records_with_their_own_mask(tmp_path, contract_file):
+    routes = [[[n % 5, 7], [1, 2], [3, 4]] for n in range(8)] + [None]
+    path = lines(tmp_path, {"id": "a/b 1", "routes": routes}, {"id": "second", "turn": [0] * 4 + [0, 0, 3, 3, 3]})
+    assert main(["import", "jsonl", str(path), "--out", str(tmp_path / "out"), "--contract", str(contract_file)]) == 0
+    first, second = RolloutStore(tmp_path / "out")
+    assert first.header.trajectory_id == "a_b_1" and first.header.extra["imported"] == "data.jsonl, line 1"
+    assert first.ids.tolist() == LINE["ids"]
+    assert first.loss_mask.astype(int).tolist() == LINE["mask"]  # position 7 was sampled, and is excluded
+    assert np.flatnonzero(first.excluded).tolist() == [7]
+    assert first.origin.tolist() == [0, 0, 1, 1, 3, 3, 1, 1, 1] and first.turn.tolist() == [0] * 6 + [1] * 3
+    assert np.array_equal(first.logprobs, np.array(LINE["logprobs"], np.float32), equal_nan=True)
+    assert first.routed.tolist() == [True] * 8 + [False] and first.routes.dtype == np.uint8
+    assert first.routes[6].tolist() == routes[6]
+    assert first.header.reward == {"total": 0.5} and first.header.verdict.passed == 2
+    assert second.turn[-1] == 3 and second.header.policy_versions == (0,) * 4
+    assert trainable(first) is None and first.header.contract == CONTRACT
+    assert main(["audit", str(tmp_path / "out")]) == 0
+    (target,) = find_targets(tmp_path / "out")
+    assert audit_target(target).totals()["unproven"] == 2
+
+
+def test_supervised_lines_have_no_logprobs(tmp_path):
+    (foreign,) = read_lines(lines(tmp_path, {"logprobs": None, "passed": None, "reward": None}))
+    record = foreign.record()
+    assert record.origin.tolist() == [0, 0, 2, 2, 3, 3, 2, 3, 2] and record.excluded is None
+    assert record.header.verdict is None and record.header.policy_versions == ()
+
+
+def test_exchanges_of_a_line_are_evidence(tmp_path):
+    exchanges = [
+        {"prompt_ids": [1, 2], "completion_ids": [10, 11], "logprobs": [-0.5, -1]},
+        {"prompt_ids": [1, 2, 10, 11, 3, 4], "completion_ids": [12, 13, 14], "logprobs": [-2, -0.25, -3]},
+    ]
+    good = {"exchanges": exchanges}
+    drifted = {"ids": [1, 2, 10, 99, 3, 4, 12, 13, 14], "exchanges": exchanges}
+    path = lines(tmp_path, good, drifted)
+    main(["import", "jsonl", str(path), "--out", str(tmp_path / "out")])
+    (target,) = find_targets(tmp_path / "out")
+    result = audit_target(target)
+    assert [one.status for one in result.trajectories] == ["clean", "wrong"]
+    assert result.totals()["drift_in_loss"] == 1
+    assert result.trajectories[0].excluded == 1  # the import's own mask is no mistake
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ids": [1, 2]}, "mask has 9 entries for 2 ids"),
+        ({"ids": "12"}, "ids is not a list of token ids"),
+        ({"ids": [1.5] * 9}, "ids is not a list of token ids"),
+        ({"mask": [0] * 9}, "the mask keeps no token"),
+        ({"mask": [2] * 9}, "something else than 0 and 1"),
+        ({"logprobs": [None] * 9}, "token 2 is to be trained on, but has no log-prob"),
+        ({"logprobs": ["x"] * 9}, "logprobs is not a list of numbers"),
+        ({"logprobs": [-1] * 8}, "logprobs has 8 entries"),
+        ({"logprobs": [None, None, 0.5, -1, None, None, -2, -1, -3]}, "can't be positive"),
+        ({"routes": [[[0, 0]]] * 9}, "routes of token 0 name an expert twice"),
+        ({"routes": [[[0, 1]]] * 8}, "routes has 8 entries"),
+        ({"routes": [[[0, 1]], [[0]]] * 4}, "rows of different shapes"),
+        ({"routes": [[[0, -1]]] * 9}, "non-negative"),
+        ({"typo": 1}, "unknown field"),
+        ({"reward": "high"}, "reward is 'high'"),
+        ({"contract": {"temperature": 1}}, "no sampling contract"),
+        ({"exchanges": [{"prompt_ids": [1], "completion_ids": [2], "logprobs": []}]}, "0 log-probabilities of 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_line(tmp_path, change, message):
+    with pytest.raises(T1Error, match=message) as caught:
+        [foreign.record() for foreign in read_lines(lines(tmp_path, {}, change))]
+    assert "line 2" in caught.value.where or "line-1" in caught.value.where
+
+
+def trial(directory, details, *, reward=None, ctrf=None, steps=None):
+    directory.mkdir(parents=True)
+    result = {
+        "task_name": "build-it", "trial_name": directory.name,
+        "agent_result": {"rollout_details": details},
+        "verifier_result": {"rewards": {"reward": reward}} if reward is not None else None,
+    }  # fmt: skip
+    (directory / "result.json").write_text(json.dumps(result))
+    if ctrf is not None:
+        (directory / "verifier").mkdir()
+        tests = [{"name": str(n), "status": "passed" if n < ctrf else "failed"} for n in range(5)]
+        (directory / "verifier/ctrf.json").write_text(json.dumps({"results": {"tests": tests}}))
+    if steps is not None:
+        (directory / "agent").mkdir()
+        (directory / "agent/trajectory.json").write_text(json.dumps({"schema_version": "ATIF-v1.5", "steps": steps}))
+
+
+DETAILS = {
+    "prompt_token_ids": [[1, 2], [1, 2, 5, 6, 3], [1, 9]],  # the third doesn't go on: the history was summarised
+    "completion_token_ids": [[5, 6], [7], [8, 8]],
+    "logprobs": [[-0.5, -0.25], [-1.0], [-2.0, -3.0]],
+}
+
+
+def test_harbor_trials_are_stitched_by_token_ids(tmp_path, contract_file, capsys):
+    trial(tmp_path / "job/one__x", [DETAILS], reward=1.0)
+    trial(tmp_path / "job/two__y", [DETAILS], ctrf=3)
+    trial(tmp_path / "job/text__z", None, reward=0.0)
+    (tmp_path / "job/result.json").write_text(json.dumps({"n_trials": 3}))
+    out = tmp_path / "out"
+    assert main(["import", "harbor", str(tmp_path / "job"), "--out", str(out), "--contract", str(contract_file)]) == 0
+    assert "1 trials without token ids" in capsys.readouterr().out
+    records = {record.header.trajectory_id: record for record in RolloutStore(out)}
+    assert sorted(records) == ["one__x+0", "one__x+1", "two__y+0", "two__y+1"]
+    first = records["one__x+0"]
+    assert first.ids.tolist() == [1, 2, 5, 6, 3, 7]
+    assert np.flatnonzero(first.loss_mask).tolist() == [2, 3, 5]
+    assert first.logprobs[first.loss_mask].tolist() == [-0.5, -0.25, -1.0]
+    assert first.header.reward == {"total": 1.0} and first.header.task == "build-it"
+    assert records["one__x+1"].ids.tolist() == [1, 9, 8, 8]
+    assert records["two__y+0"].header.reward == {"total": 0.75} and records["two__y+0"].header.verdict.total == 5
+    assert sum(int(record.loss_mask.sum()) for record in records.values()) == 10  # every sampled token once
+    assert require_no_drift(out) == 4
+    (target,) = find_targets(out)
+    # Nobody says under what sampling options the trials were made, so nothing contradicts the contract given.
+    assert audit_target(target).totals()["clean"] == 4
+
+
+def test_atif_steps_with_token_ids(tmp_path):
+    step = {"source": "agent", "metrics": {
+        "prompt_token_ids": [1, 2], "completion_token_ids": [5, 6], "logprobs": [-1, -2]}}  # fmt: skip
+    again = {"source": "agent", "metrics": {"prompt_token_ids": [1, 2, 5, 6, 4], "completion_token_ids": [7],
+                                            "logprobs": [-3]}}  # fmt: skip
+    steps = [{"source": "user", "message": "x"}, step, {**step, "is_copied_context": True}, again]
+    trial(tmp_path / "a", [], reward=0.5, steps=steps)
+    (foreign,) = read_trials(tmp_path / "a")
+    assert foreign.ids.tolist() == [1, 2, 5, 6, 4, 7] and foreign.reward == 0.5
+    (alone,) = read_trials(tmp_path / "a/agent/trajectory.json")
+    assert alone.ids.tolist() == foreign.ids.tolist() and alone.reward is None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"logprobs": [[-1.0]]}, "3 prompts, 3 answers and 1 log-probs"),
+        ({"logprobs": [[-1.0], [-1.0], [-1.0]]}, "1 log-probabilities of 2 tokens"),
+        ({"completion_token_ids": [["a"], [7], [8]]}, "not a list of token ids"),
+    ],
+)
+def test_trials_that_contradict_themselves_are_refused(tmp_path, change, message):
+    trial(tmp_path / "a", [{**DETAILS, **change}])
+    with pytest.raises(T1Error, match=message):
+        list(read_trials(tmp_path / "a"))
+
+
+def test_real_trials_without_token_ids_say_so(tmp_path):
+    trial(tmp_path / "a", None, reward=1.0, steps=[{"source": "agent", "message": "hi"}])
+    assert main(["import", "harbor", str(tmp_path / "a"), "--out", str(tmp_path / "out")]) == 1
+
+
+def test_an_import_can_be_the_rollout_of_an_iteration(tmp_path, contract_file):
+    routes = [[[n % 5, 7], [1, 2], [3, 4]] for n in range(8)] + [None]
+    command = ["import", "jsonl", str(lines(tmp_path, {"routes": routes})), "--contract", str(contract_file)]
+    assert main([*command, "--run", str(tmp_path / "run"), "--iteration", "2"]) == 0
+    paths = RunPaths.of(tmp_path / "run")
+    require_recorded(paths, 2, "rollout", paths.rollouts(2))  # what a training phase asks first
+    require_no_drift(paths.rollouts(2))
+    (record,) = RolloutStore(paths.rollouts(2))
+    facts = {"tokenizer_sha256": "0" * 64, "num_experts": 16, "temperature": 0.7}
+    record.header.contract.require_equal(facts, where="x")
+    assert trainable(replace(record)) is None
+    assert record.logprobs[record.loss_mask].tolist() == [-0.5, -1, -2, -3]
+    assert (record.origin == Origin.SAMPLED).sum() == 5
+    assert main([*command, "--out", "x", "--run", "y", "--iteration", "0"]) == 2
