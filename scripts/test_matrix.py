@@ -58,9 +58,9 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--versions", nargs="+", default=list(VERSIONS), metavar="X.Y.Z")
+    parser.add_argument("--versions", nargs="*", default=list(VERSIONS), metavar="X.Y.Z")
     parser.add_argument("--strength", type=int, default=2, help="of the layouts' selection (tests/matrix/cases.py)")
-    parser.add_argument("--reuse", action="store_true", help="show other releases as their last run left them")
+    parser.add_argument("--reuse", action="store_true", help="show the other releases as their last run left them")
     parser.add_argument("--tests", nargs="+", default=["tests/routing"], metavar="PATH")
     parser.add_argument("--write-docs", type=Path, metavar="FILE", help="where to put the table of layouts x versions")
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-t1" / "matrix"

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from megatron_t1.errors import T1Error
@@ -56,6 +57,8 @@ def prepare() -> None:
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.memory_stats = lambda *_, **__: {}
     cuda.reset_peak_memory_stats = lambda *_, **__: None
+    if not hasattr(numpy, "product"):  # cores up to 0.15 were written for numpy 1 and save checkpoints with it
+        numpy.product = numpy.prod
     _leave_out_builds()
     _active = True
 

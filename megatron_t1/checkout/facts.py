@@ -101,6 +101,8 @@ def _stated(directory: Path) -> tuple[str, int]:
 
 
 def _option(args: argparse.Namespace, name: str) -> Any:
+    if name == "layernorm_epsilon" and not hasattr(args, name):
+        name = "norm_epsilon"  # as it is called before core 0.16
     value = getattr(args, name)
     if name == "num_query_groups" and not getattr(args, "group_query_attention", False):
         return args.num_attention_heads

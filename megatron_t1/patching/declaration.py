@@ -106,6 +106,8 @@ def load_patches(directory: str | Path | None = None) -> dict[str, Patch]:
     """
     root = resource_dir("patches") if directory is None else Path(directory)
     found = {path.parent.name: load_patch(path) for path in sorted(root.glob(f"*/{DECLARATION}"))}
+    if not found:
+        raise DeclarationError(f"no patches in {root}", where=f"{root}/NAME/{DECLARATION}")
     ordered: dict[str, Patch] = {}
 
     def add(name: str, asked_by: tuple[str, ...]) -> None:

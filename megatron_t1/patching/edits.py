@@ -58,7 +58,7 @@ def perform(edit: Edit, source: Source, patch: str) -> Outcome:
 
 
 def _at_places(edit: Edit, target: Target, patch: str) -> Outcome:
-    """The edit at each of its places; the tree is searched again after each, from the last place to the first."""
+    """The edit at each of its places, from the last to the first, so that no change moves a place still to come."""
     found = find_places(target, edit.place, want_expressions=bool(edit.wrap or edit.add_argument))
     if edit.add_argument:
         name = edit.add_argument.partition("=")[0].strip()
@@ -243,7 +243,10 @@ class _Put(cst.CSTTransformer):
         self.expression = expression
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self.expression if original_node.value == _PLACEHOLDER else updated_node
+        if original_node.value != _PLACEHOLDER:
+            return updated_node
+        inner = self.expression
+        return inner.with_changes(lpar=[*updated_node.lpar, *inner.lpar], rpar=[*inner.rpar, *updated_node.rpar])
 
 
 def _add_parameter(edit: Edit, target: Target) -> Outcome:

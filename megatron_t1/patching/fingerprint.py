@@ -49,7 +49,7 @@ def local_names(code: str) -> frozenset[str]:
     for node in ast.walk(tree):
         if node is own:
             continue
-        if isinstance(node, (ast.Global, ast.Nonlocal)) and isinstance(node, ast.Global):
+        if isinstance(node, ast.Global):
             outside.update(node.names)
         bound.update(_bound_by(node))
     return frozenset(bound - outside)

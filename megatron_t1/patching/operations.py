@@ -70,11 +70,8 @@ def diff(tree: Tree, patches: Mapping[str, Patch], only: Iterable[str] = ()) -> 
         known = survey.record.files
         return "".join(unified(f, known[f].patched, survey.now[f] or b"", "as patched", "now") for f in sorted(lost))
     applied = [finding.name for finding in findings if finding.state == "applied"]
-    before = (
-        {file: contents for file, (_, contents) in plan_revert(survey, patches, applied).changes.items()}
-        if applied
-        else {}
-    )
+    without = plan_revert(survey, patches, applied).changes if applied else {}
+    before = {file: contents for file, (_, contents) in without.items()}
     parts = []
     for file in sorted({*before, *after}):
         now = tree.read(file)

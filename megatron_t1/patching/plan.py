@@ -10,10 +10,11 @@ from megatron_t1.patching.attempt import attempt
 from megatron_t1.patching.declaration import Patch
 from megatron_t1.patching.errors import PatchError
 from megatron_t1.patching.merge import merge
-from megatron_t1.patching.record import AppliedPatch, PatchedFile, Record, read_record
+from megatron_t1.patching.record import RECORD, AppliedPatch, PatchedFile, Record, read_record
 from megatron_t1.patching.syntax import Source
 from megatron_t1.patching.tree import Tree
 
+_REPLACED = f"where the files were replaced as a whole (another branch, a reinstall), delete {RECORD}"
 State = Literal["applied", "damaged", "there", "not needed", "applicable", "conflict"]
 
 
@@ -111,7 +112,8 @@ class Survey:
         files = next(patch.files for patch in self.record.patches if patch.name == name)
         lost = [file for file in files if not self._stands(file)]
         if lost:
-            return Finding(name, "damaged", f"changed since, where it was patched: {', '.join(lost)}", files)
+            detail = f"changed since, where it was patched: {', '.join(lost)}\n{_REPLACED}"
+            return Finding(name, "damaged", detail, files)
         edited = sorted(self.edited & set(files))
         return Finding(name, "applied", f"edited since, elsewhere: {', '.join(edited)}" if edited else "", files)
 
@@ -191,7 +193,8 @@ def plan_revert(survey: Survey, patches: Mapping[str, Patch], only: Iterable[str
         raise PatchError(
             "nothing was reverted; files were edited since, in or beside the patched lines: " + ", ".join(lost),
             where=str(survey.tree.root),
-            remedy="`t1 patch diff` shows these edits; take them back (or bring the files back with git), then revert",
+            remedy="`t1 patch diff` shows these edits; take them back (or bring the files back with git), then revert; "
+            + _REPLACED,
         )
     files = {file: known for file, known in survey.record.files.items() if file not in touched}
     changes = {}

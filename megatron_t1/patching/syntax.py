@@ -125,7 +125,7 @@ class Target:
 
     @cached_property
     def locals(self) -> frozenset[str]:
-        """Names that a renaming inside the target may have changed: a function's locals; classes and files have none."""
+        """Names a renaming inside the target may have changed: a function's locals; classes and files have none."""
         if not isinstance(self.node, cst.FunctionDef):
             return frozenset()
         return local_names(self.source.code(self.node))

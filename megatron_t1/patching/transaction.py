@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megatron_t1.atomic import TEMPORARY_SUFFIX, replacing
@@ -76,21 +76,26 @@ def commit(tree: Tree, changes: Mapping[str, tuple[bytes, bytes]], record: bytes
             for file, (before, after) in changes.items()
         },
     }
+    unwritten = set(changes)
     try:
         _write(tree, JOURNAL, json.dumps(journal).encode())
         for file, (before, after) in changes.items():
             if tree.read(file) != before:
                 raise PatchError("the file changed while it was about to be patched", where=str(tree.root / file))
+            unwritten.discard(file)
             _write(tree, file, after)
         _write(tree, RECORD, record)
     except BaseException:
-        recover(tree)
+        recover(tree, unwritten)
         raise
     _write(tree, JOURNAL, None)
 
 
-def recover(tree: Tree) -> bool:
+def recover(tree: Tree, unwritten: Collection[str] = ()) -> bool:
     """Finish or take back a change that was cut off. Call it while the lock is held.
+
+    Args:
+        unwritten: files of the change that are known to be as they were, or as somebody else made them.
 
     Returns:
         Whether files were given their old contents back.
@@ -107,9 +112,10 @@ def recover(tree: Tree) -> bool:
         journal = json.loads(tree.read(JOURNAL))
         files = journal["files"]
         counts = journal["record_sha256"] == (sha256(tree.read(RECORD)) if tree.has(RECORD) else None)
+        process = int(journal["pid"])
         before = {file: unpack(entry["before_zlib_base64"]) for file, entry in files.items()}
         paths = [tree.path(file) for file in files]
-        temporaries = [path.with_name(f"{path.name}.{int(journal['pid'])}{TEMPORARY_SUFFIX}") for path in paths]
+        temporaries = [path.with_name(f"{path.name}.{process}{TEMPORARY_SUFFIX}") for path in paths]
     except Exception as error:
         raise PatchError(
             f"the journal of an interrupted change is damaged: {error}",
@@ -119,6 +125,8 @@ def recover(tree: Tree) -> bool:
     restore = {}
     for file, entry in files.items() if not counts else ():
         now = sha256(tree.read(file)) if tree.has(file) else None
+        if file in unwritten:
+            continue
         if now == entry["after_sha256"]:
             restore[file] = before[file]
         elif now != entry["before_sha256"]:

@@ -116,8 +116,8 @@ def _routes(samples: list[Sample], layout: TokenLayout, shape: RouteShape, devic
         recorded[padding] = padding_routes(
             int(padding.sum()), shape.num_moe_layers, shape.num_experts, shape.top_k, shape.expert_parallel
         )
-    rows = layout.sequence_parallel_rows(recorded)
-    mask = layout.sequence_parallel_rows(replayed)
-    return MicroBatchRoutes(
-        torch.from_numpy(np.ascontiguousarray(rows)).to(device), torch.from_numpy(np.ascontiguousarray(mask)).to(device)
+    rows, mask, valid = (
+        torch.from_numpy(np.ascontiguousarray(layout.sequence_parallel_rows(part))).to(device)
+        for part in (recorded, replayed, ~padding)
     )
+    return MicroBatchRoutes(rows, mask, valid)
