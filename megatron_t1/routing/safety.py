@@ -34,7 +34,10 @@ def unsafe_options(config: Any) -> list[str]:
     def value(name: str) -> Any:
         return getattr(config, name, None)
 
-    wrong = [f"{name}: {why}" for name, why in _MUST_BE_OFF.items() if value(name) not in (None, False)]
+    def on(name: str) -> bool:
+        return value(name) is not None and value(name) is not False  # a factor of 0.0 is on
+
+    wrong = [f"{name}: {why}" for name, why in _MUST_BE_OFF.items() if on(name)]
     balancing = value("moe_router_load_balancing_type")
     for kind in balancing if isinstance(balancing, (list, tuple)) else [balancing]:
         if kind in _BYPASSING_BALANCING:

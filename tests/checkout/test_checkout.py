@@ -29,6 +29,7 @@ SEED = 7  # of the trainer's critic; its actor orders mini-batches by a seed tha
 CRITIC = ("--t1-role", "critic", "--seed", str(SEED), "--lr", "2e-3", "--t1-epochs", "1", "--t1-minibatches", "2")
 ACTOR = ("--t1-role", "actor", "--seed", str(SEED + 500), "--lr", "1e-3", "--t1-minibatches", "2")
 EXPERTS = ("--expert-model-parallel-size", "2")
+RECOMPUTE = ("--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
 def checkouts() -> list[Path]:
@@ -122,12 +123,16 @@ def test_its_loop_trains_the_critic_as_the_trainer_does(critic, trained, backend
     assert distance(theirs, ours) < 1e-5 < distance(start, ours)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [EXPERTS, ("--pipeline-model-parallel-size", "2"), ("--recompute-granularity", "full", *RECOMPUTE, *EXPERTS)],
+)
 def test_its_loop_trains_the_actor_on_replayed_routes_as_the_trainer_does(
-    checkout, records, trained, backend, tmp_path
+    checkout, records, trained, backend, tmp_path, layout
 ):
     values = RunPaths.of(trained.run.dir).values(0)
     options = ("--t1-values", str(values), "--save", str(tmp_path), "--train-iters", "2", "--global-batch-size", "4")
-    output = pretrain(checkout, *ACTOR, *records, *options, *EXPERTS, processes=2)
+    output = pretrain(checkout, *ACTOR, *records, *options, *layout, processes=2)
     assert output.code == 0, output.text
     assert len(output.logged("entropy")) == 2  # what isn't positive, Megatron's log leaves out
     start = parameters(trained, backend, "actor", 0)
