@@ -150,7 +150,7 @@ def test_model_without_experts_has_nothing_to_replay(backend):  # vllm#42593 ver
         warnings.simplefilter("always")
         for _ in range(3):
             replay.run(model, slot_of(foreign_routes(32, 5)), forward_of(model, 1))
-    assert ["no MoE layers" in str(warning.message) for warning in caught] == [True]
+    assert sum("no MoE layers" in str(warning.message) for warning in caught) == 1
 
 
 def test_recording_survives_several_micro_batches(backend):  # Automodel#3156
