@@ -88,4 +88,4 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         (indices,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.shape).scatter(1, indices, gradient), None
+        return gradient.new_zeros(ctx.shape).scatter_(1, indices, gradient), None

@@ -69,7 +69,6 @@ def test_memory_above_native_is_one_layers_indices(backend, masked):  # SkyRL#19
             replay.run(stack, slot, lambda: stack(hidden())).sum().backward()
             stack.zero_grad()
         peaks[name] = memory.peak
-    print(peaks)
     native_choice = T * top_k * (4 + 8) if masked else 0  # values and indices of the router's own top-k, one layer's
     assert peaks["replay"] - peaks["native"] <= T * top_k * 8 + native_choice + T
     assert peaks["native"] > 8 * T * 64 * 4  # the meter measures

@@ -89,7 +89,10 @@ def test_whole_loop_over_two_nodes(cluster, submit, tmp_path):
             assert log.stat().st_size > 0
         store = RolloutStore(run.rollouts(iteration))
         assert len(store.ids()) == 8
-        assert len(list(run.rollouts(iteration).iterdir())) == 1  # one shard, sealed once
+        names = sorted(path.name for path in run.rollouts(iteration).iterdir())
+        assert sum(name.endswith(".safetensors") for name in names) == 1, names  # one shard, sealed once
+        assert [name[:11] for name in names if name.endswith(".log")] == ["exchange.0.", "exchange.1."]
+        assert len(names) == 3, names
         assert Counter(header.task for header in store.headers().values()).most_common(1)[0][1] == 2
     metrics = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
     rollouts = [entry for entry in metrics if entry.get("phase") == "rollout"]
