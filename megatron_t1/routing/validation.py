@@ -12,6 +12,7 @@ from megatron_t1.trajectory.record import Trajectory
 from megatron_t1.trajectory.views import tokens_before_last_loss
 
 BLOCK_TOKENS = 8192
+CHOICES_FOR_CERTAINTY = 32  # for each expert; in so many, half of the experts are never missing in every layer
 
 
 class RoutesError(T1Error):
@@ -85,7 +86,7 @@ def check_routes(
 
 
 def _check_values(routes: np.ndarray, routed: np.ndarray, num_experts: int, fail) -> None:
-    zero_layers = np.ones(routes.shape[1], dtype=bool)
+    zero_layers, largest = np.ones(routes.shape[1], dtype=bool), 0
     first_duplicate: tuple[int, int] | None = None
     for start in range(0, len(routes), BLOCK_TOKENS):
         here = routed[start : start + BLOCK_TOKENS]
@@ -99,6 +100,7 @@ def _check_values(routes: np.ndarray, routed: np.ndarray, num_experts: int, fail
                 int(layer),
             )
         zero_layers &= ~(block.any(axis=2) & here[:, None]).any(axis=0)
+        largest = max(largest, int(block[here].max(initial=0)))
         ordered = np.sort(block, axis=2)
         duplicate = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2) & here[:, None]
         if first_duplicate is None and duplicate.any():
@@ -112,3 +114,6 @@ def _check_values(routes: np.ndarray, routed: np.ndarray, num_experts: int, fail
     if first_duplicate is not None:
         token, layer = first_duplicate
         fail(f"experts {routes[token, layer].tolist()} repeat", token, layer)
+    choices = int(routed.sum()) * routes.shape[1] * routes.shape[2]
+    if 2 * (largest + 1) <= num_experts and choices >= CHOICES_FOR_CERTAINTY * num_experts:
+        fail(f"no expert above {largest} was ever taken, the model has {num_experts}: routes of a smaller model")

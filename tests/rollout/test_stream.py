@@ -39,7 +39,7 @@ def test_three_turns_leave_only_the_very_last_token_without_a_route():  # NeMo-R
     assert record.turn.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
 
 
-def test_bytes_of_routes_grow_linearly():  # vllm#57966
+def test_bytes_of_routes_grow_linearly():  # vllm#57966 vllm#57025 vllm#56402
     stream = TokenStream(SHAPE)
     stream.append(ids(1, 2, 3), Origin.PROMPT)
     rows = 0

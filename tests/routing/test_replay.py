@@ -1,55 +1,23 @@
-from __future__ import annotations
+"""Forward, backward and recomputation take the routes of their own micro-batch, or say that there are none."""
 
-import gc
-import weakref
+from __future__ import annotations
 
 import pytest
 import torch
 
 from megatron_t1.errors import T1Error
-from megatron_t1.routing.replay import MicroBatchRoutes, RoutingReplay, moe_layers
-from tests.tiny_model import ARCHITECTURE, tiny_config, tokens
-
-E, K, L = ARCHITECTURE.num_experts, ARCHITECTURE.num_experts_per_tok, ARCHITECTURE.num_hidden_layers
-
-
-def build(backend, recompute: str = "none", **overrides):
-    from megatron_t1.model.build import build_model
-
-    torch.manual_seed(3)
-    chunks = build_model(tiny_config(recompute=recompute), backend, "value", **overrides)
-    with torch.no_grad():
-        chunks[0].output_layer.weight.normal_()
-    return chunks[0].train()
-
-
-def replay_of(model) -> RoutingReplay:
-    return RoutingReplay([model], num_experts=E, top_k=K)
-
-
-def foreign_routes(count: int, seed: int, layers: int = L) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.rand(count, layers, E, generator=generator).argsort(dim=-1)[..., :K]
-    return rows.to(torch.uint8)
-
-
-def slot_of(routes: torch.Tensor, mask: torch.Tensor | None = None) -> MicroBatchRoutes:
-    return MicroBatchRoutes(routes, torch.ones(len(routes), dtype=torch.bool) if mask is None else mask)
-
-
-def forward_of(model, seed: int, sequences: int = 2, length: int = 16):
-    ids, positions = tokens(sequences, length, seed)
-    return lambda: model(ids, positions, None)
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(first: dict, second: dict) -> None:
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not different
+from tests.routing.helpers import (
+    E,
+    K,
+    L,
+    assert_equal,
+    build,
+    foreign_routes,
+    forward_of,
+    gradients,
+    replay_of,
+    slot_of,
+)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "moe"])
@@ -183,28 +151,6 @@ def test_router_gradient_equals_autograd_reference(backend):  # Megatron-LM#79
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
-def test_three_models_in_one_process_do_not_meet(backend):  # miles#2226 miles#2570
-    actor, critic, reference = build(backend), build(backend), build(backend)
-    replays = [replay_of(model) for model in (actor, critic)]
-    assert [replay.local_layers for replay in replays] == [[1, 2, 3, 4]] * 2
-    with replays[0].native():
-        native = replays[0].run(actor, None, forward_of(actor, 1))
-    routes = foreign_routes(32, 5)
-    assert not torch.equal(replays[0].run(actor, slot_of(routes), forward_of(actor, 1)), native)
-    assert torch.equal(forward_of(reference, 1)(), native)
-    with pytest.raises(T1Error, match="isn't one of the model"):
-        replays[1].run(actor, slot_of(routes), forward_of(actor, 1))
-
-
-def test_model_can_be_freed_and_rebuilt(backend):  # miles#2570 verl#7340
-    model = build(backend)
-    replay, reference = replay_of(model), weakref.ref(model)
-    del model
-    gc.collect()
-    assert reference() is None
-    replay.close()
-
-
 def test_near_ties_do_not_flip_between_forward_and_recomputation(backend):  # Automodel#3156
     model = build(backend, "full")
     mlp = model.decoder.layers[1].mlp
@@ -215,69 +161,3 @@ def test_near_ties_do_not_flip_between_forward_and_recomputation(backend):  # Au
     output.square().sum().backward()
     gradient = mlp.experts.local_experts[loser].linear_fc1.weight.grad
     assert gradient is None or gradient.abs().sum() == 0
-
-
-def test_dense_first_model_maps_layers_to_moe_columns(backend):  # verl#5452
-    model = build(backend, moe_layer_freq=[0, 1, 1, 1])
-    replay = replay_of(model)
-    assert replay.layers == replay.local_layers == [2, 3, 4]
-    with torch.no_grad():
-        native, routes = replay.record(model, forward_of(model, 1))
-    assert routes.shape == (32, 3, K)
-    assert torch.equal(replay.run(model, slot_of(routes), forward_of(model, 1)), native)
-
-
-@pytest.mark.parametrize(
-    ("options", "layers"),
-    [
-        ({"num_moe_experts": None}, []),
-        ({"num_moe_experts": 8, "moe_layer_freq": 1}, [1, 2, 3, 4, 5, 6]),
-        ({"num_moe_experts": 8, "moe_layer_freq": 2}, [1, 3, 5]),
-        ({"num_moe_experts": 8, "moe_layer_freq": [0, 0, 1, 1, 1, 1]}, [3, 4, 5, 6]),
-    ],
-)
-def test_moe_layers(options, layers):
-    class Options:
-        num_layers, moe_layer_freq = 6, 1
-
-    config = Options()
-    vars(config).update(options)
-    assert moe_layers(config) == layers
-
-
-def test_model_without_experts_has_nothing_to_replay():  # vllm#42593 verl#7805
-    class Dense(torch.nn.Module):
-        class config:
-            num_moe_experts = None
-
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.linear(x)
-
-    model = Dense()
-    replay = RoutingReplay([model], num_experts=E, top_k=K)
-    assert replay.layers == []
-    x = torch.ones(3, 2)
-    with replay.native():
-        assert torch.equal(replay.run(model, None, lambda: model(x)), model(x))
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "named"),
-    [
-        ("moe_router_fusion", True, "moe_router_fusion"),
-        ("moe_router_load_balancing_type", "sinkhorn", "sinkhorn"),
-        ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"], "quantile_balancing"),
-        ("overlap_moe_expert_parallel_comm", True, "overlap_moe_expert_parallel_comm"),
-        ("moe_router_force_load_balancing", True, "force_load_balancing"),
-        ("external_cuda_graph", True, "CUDA graphs"),
-    ],
-)
-def test_unsafe_options_are_refused_by_name(backend, option, value, named):
-    model = build(backend)
-    setattr(model.config, option, value)
-    with pytest.raises(T1Error, match=named):
-        replay_of(model)

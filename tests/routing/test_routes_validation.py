@@ -54,7 +54,7 @@ def test_complete_routes_pass():
     check(valid_routes(), np.ones(T, bool))
 
 
-def test_last_row_may_hold_anything_but_only_the_last():  # vllm#28284 slime#1045 NeMo-RL#3485
+def test_last_row_may_hold_anything_but_only_the_last():  # vllm#28284 slime#1045 NeMo-RL#3485 prime-rl#1807
     routes = valid_routes()
     routes[-1] = 255
     check(routes)
@@ -98,6 +98,27 @@ def test_bad_value_far_into_a_long_trajectory_is_found():
     assert "token 17001, MoE layer 2" in caught.value.where
 
 
+@pytest.mark.parametrize(("trained", "sampled"), [(256, 128), (512, 257), (512, 128)])
+def test_routes_of_a_model_with_other_experts_are_refused(trained, sampled):
+    """128 experts fit into the type and the range of 256; that the upper half is never taken gives them away."""
+    routes = valid_routes(sampled, length=8000).astype(np.uint8 if trained <= 256 else np.uint16)
+    if 2 * sampled > trained:
+        check(routes, num_experts=trained, length=8000)  # 257 of 512: can't be told
+        return
+    with pytest.raises(RoutesError, match=f"the model has {trained}: routes of a smaller model"):
+        check(routes, num_experts=trained, length=8000)
+    check(routes[:100], num_experts=trained, length=100)  # too few to be sure
+
+
+@pytest.mark.parametrize("num_experts", [128, 257, 512])
+def test_experts_out_of_range_are_refused(num_experts):
+    routes = valid_routes(num_experts)
+    routes[7, 1, 0] = num_experts
+    with pytest.raises(RoutesError, match=f"the model has {num_experts}") as caught:
+        check(routes, num_experts=num_experts)
+    assert caught.value.where.endswith("turn 0, token 7, MoE layer 1")
+
+
 def test_missing_routes_and_wrong_shapes_are_refused():  # miles#407
     with pytest.raises(RoutesError, match="no routes were recorded"):
         check(None)
@@ -118,7 +139,7 @@ def test_one_expert_per_token_may_be_expert_zero_in_one_layer_not_in_all():
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_padding_is_distinct_and_even(data):  # slime#2308 miles#2697 prime-rl#3350
+def test_padding_is_distinct_and_even(data):  # slime#2308 miles#2697 prime-rl#3350 SkyRL#2091 verl#7524
     ranks = data.draw(st.sampled_from([1, 2, 4, 8]))
     num_experts = ranks * data.draw(st.integers(1, 40))
     top_k = data.draw(st.integers(1, num_experts))
