@@ -16,14 +16,11 @@ import torch
 
 from megatron_t1.checkout.options import Options
 from megatron_t1.errors import ConfigError, IncompleteError
-from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch
+from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch, plan_samples
 from megatron_t1.training.samples import Sample, SampleSet, attach, load_rollouts
-from megatron_t1.trajectory.layout import TokenLayout
-from megatron_t1.trajectory.packing import minibatches, plan_packing
+from megatron_t1.trajectory.packing import minibatches
 from megatron_t1.trajectory.sidecar import read_sidecar
 from megatron_t1.trajectory.store import RolloutStore
-
-VALUE_FIELDS = ("old_values", "advantages", "returns")
 
 
 @dataclass(frozen=True)
@@ -31,51 +28,36 @@ class Place:
     """This process among the others, and the shape of its micro-batches.
 
     Attributes:
+        sizes: as `TokenLayout` takes them.
         capacity: tokens of one micro-batch (--seq-length).
-        fixed_shape: every micro-batch is padded to `capacity`: pipeline stages and the all-gather dispatcher take all
-            to be of one shape.
     """
 
     replica: int
     replicas: int
-    tensor_rank: int
-    tensor_size: int
-    context_rank: int
-    context_size: int
-    sequence_parallel: bool
+    sizes: dict[str, int | bool]
     capacity: int
-    fixed_shape: bool
     device: torch.device
 
     @classmethod
     def here(cls, args: argparse.Namespace) -> Place:
         from megatron.core import parallel_state as state
 
+        from megatron_t1.training.passes import layout_sizes
+
         device = torch.cuda.current_device()
+        sizes = layout_sizes(sequence_parallel=bool(args.sequence_parallel))
+        # Pipeline stages and the all-gather dispatcher take all micro-batches to be of one shape.
+        if args.pipeline_model_parallel_size > 1 or (
+            bool(args.num_experts) and args.moe_token_dispatcher_type == "allgather"
+        ):
+            sizes["total_multiple"] = args.seq_length
         return cls(
             replica=state.get_data_parallel_rank(),
             replicas=state.get_data_parallel_world_size(),
-            tensor_rank=state.get_tensor_model_parallel_rank(),
-            tensor_size=state.get_tensor_model_parallel_world_size(),
-            context_rank=state.get_context_parallel_rank(),
-            context_size=state.get_context_parallel_world_size(),
-            sequence_parallel=bool(args.sequence_parallel),
+            sizes=sizes,
             capacity=args.seq_length,
-            fixed_shape=args.pipeline_model_parallel_size > 1
-            or (bool(args.num_experts) and args.moe_token_dispatcher_type == "allgather"),
             device=device if isinstance(device, torch.device) else torch.device("cuda", device),
         )
-
-    @property
-    def layout_sizes(self) -> dict[str, int | bool]:
-        sizes: dict[str, int | bool] = {
-            "context_size": self.context_size,
-            "context_rank": self.context_rank,
-            "tensor_size": self.tensor_size,
-            "tensor_rank": self.tensor_rank,
-            "sequence_parallel": self.sequence_parallel,
-        }
-        return {**sizes, "total_multiple": self.capacity} if self.fixed_shape else sizes
 
 
 class RolloutData:
@@ -163,20 +145,19 @@ class RolloutData:
 
     def groups(self, samples: list[Sample], *, seed: int = 0) -> list[list[Sample]]:
         """The samples of each of this replica's micro-batches, by one plan for all replicas."""
-        plan = plan_packing(
-            [len(sample.ids) for sample in samples],
-            data_parallel=self.place.replicas,
+        plan = plan_samples(
+            samples,
+            replicas=self.place.replicas,
             capacity=self.place.capacity,
-            multiple=TokenLayout.sequence_multiple(self.place.context_size),
+            context_size=int(self.place.sizes["context_size"]),
             seed=seed,
-            names=[sample.name for sample in samples],
         )
-        return [[samples[index] for index in batch.sequences] for batch in plan.ranks[self.place.replica]]
+        return plan.groups(self.place.replica, samples)
 
     def micro_batch(self, group: list[Sample]) -> MicroBatch:
         return build_micro_batch(
             group,
-            layout_sizes=self.place.layout_sizes,
+            layout_sizes=self.place.sizes,
             route_shape=self.route_shape,
             device=self.place.device,
         )

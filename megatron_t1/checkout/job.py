@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from megatron_t1.checkout import checks, facts
-from megatron_t1.checkout.data import VALUE_FIELDS, Place, RolloutData
+from megatron_t1.checkout.data import Place, RolloutData
 from megatron_t1.checkout.models import Models
 from megatron_t1.checkout.options import options_of
 from megatron_t1.checkout.values import write_values
 from megatron_t1.errors import ConfigError
 from megatron_t1.ppo.sums import Sums
+from megatron_t1.training.advantages import VALUE_FIELDS
 from megatron_t1.training.batch import MicroBatch, RouteShape
 from megatron_t1.training.objectives import actor_objective, critic_objective
 from megatron_t1.training.passes import micro_step, read_logprobs, read_values

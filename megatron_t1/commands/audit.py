@@ -15,10 +15,10 @@ from megatron_t1.audit.rescore import Rescored, can_rescore, choose, rescore
 from megatron_t1.audit.run import UNREADABLE, TargetAudit, audit_target, exit_status
 from megatron_t1.audit.targets import Target, find_targets
 from megatron_t1.cli import Invocation
-from megatron_t1.commands.inspect import Parser
+from megatron_t1.commands.arguments import Parser
 from megatron_t1.config.schema import EngineConfig
 from megatron_t1.errors import ConfigError, IncompleteError
-from megatron_t1.paths import RunPaths
+from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.report.show import make_console
 from megatron_t1.trajectory.record import Trajectory
 
@@ -107,5 +107,5 @@ def _model_of(target: Target, option: str) -> Path:
     if target.run is None:
         raise ConfigError(f"{option} needs --model DIR: {target.label} belongs to no run")
     number = int(target.directory.name.removeprefix("iter_"))
-    policy = number if target.kind == "evaluations" else max(0, number - target.run.loop.warmup_iterations)
+    policy = number if target.kind == "evaluations" else Counters(number, target.run.loop.warmup_iterations).policy
     return RunPaths.of(target.run.run.dir).hf(policy, target.run.model.path)

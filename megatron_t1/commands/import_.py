@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_t1.cli import Invocation
-from megatron_t1.commands.inspect import Parser
+from megatron_t1.commands.arguments import Parser
 from megatron_t1.errors import ConfigError, IncompleteError
 from megatron_t1.importing.foreign import Foreign, read_contract, write
 from megatron_t1.importing.harbor import read_trials

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megatron_t1.cli import Invocation
+from megatron_t1.commands.arguments import Parser
 from megatron_t1.errors import ConfigError, IncompleteError
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line as every other command does."""
-
-    def error(self, message: str):
-        raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` says more")
 
 
 def show(invocation: Invocation) -> int:

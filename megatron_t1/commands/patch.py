@@ -7,18 +7,14 @@ import importlib.util
 from pathlib import Path
 
 from megatron_t1.cli import Invocation
-from megatron_t1.errors import ConfigError, T1Error
+from megatron_t1.commands.arguments import Parser
+from megatron_t1.errors import T1Error
 
 ACTIONS = ("status", "apply", "revert", "diff")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(message, where=self.prog, remedy="`t1 patch --help` says more")
-
-
 def patch(invocation: Invocation) -> int:
-    parser = _Parser(prog="t1 patch", add_help=False)
+    parser = Parser(prog="t1 patch", add_help=False)
     parser.add_argument("action", choices=ACTIONS)
     parser.add_argument("--checkout", metavar="DIR", required=True)
     parser.add_argument("--only", metavar="NAME", action="append", default=[])

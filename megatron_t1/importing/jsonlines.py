@@ -12,6 +12,7 @@ import numpy as np
 from megatron_t1.errors import T1Error
 from megatron_t1.importing.foreign import Foreign, ForeignTurn, contract_of, numbers, plain_name, token_ids
 from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.routes import repeated_experts, route_dtype
 
 FIELDS = frozenset("id task ids mask logprobs routes turn policy reward passed total contract exchanges".split())
 
@@ -96,12 +97,11 @@ def read_routes(
     experts = contract.num_experts if contract is not None and contract.num_experts else int(known.max()) + 1
     if known.max() >= experts:
         raise T1Error(f"routes name expert {known.max()}, the model has {experts}", where=where)
-    ordered = np.sort(known, axis=2)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))
+    twice = repeated_experts(known).any(axis=1)
     if twice.any():
         token = int(np.flatnonzero(routed)[twice.argmax()])
         raise T1Error(f"routes of token {token} name an expert twice", where=where)
-    routes = np.zeros((len(rows), *known.shape[1:]), np.uint8 if experts <= 256 else np.uint16)
+    routes = np.zeros((len(rows), *known.shape[1:]), route_dtype(experts))
     routes[routed] = known
     return routes, routed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_t1.errors import ConfigError
+from megatron_t1.trajectory.routes import route_dtype
 
 
 def padding_routes(
@@ -32,9 +33,8 @@ def padding_routes(
         raise ConfigError(f"{top_k} distinct experts can't be taken from {num_experts}", where="padding routes")
     if num_experts % expert_parallel:
         raise ConfigError(f"{num_experts} experts can't be spread over {expert_parallel} ranks", where="layout.expert")
-    dtype = np.uint8 if num_experts <= 256 else np.uint16
     # Experts in visiting order: one of each rank, then the next of each rank.
-    order = np.arange(num_experts).reshape(expert_parallel, -1).T.reshape(-1).astype(dtype)
+    order = np.arange(num_experts).reshape(expert_parallel, -1).T.reshape(-1).astype(route_dtype(num_experts))
     choices = (offset + np.arange(count))[:, None, None] * top_k + np.arange(top_k)
     # Each layer starts elsewhere: with few padding tokens the same experts aren't taken in every layer.
     starts = (np.arange(num_moe_layers) * top_k)[None, :, None]

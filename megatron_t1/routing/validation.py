@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_t1.errors import T1Error
 from megatron_t1.trajectory.record import Trajectory
+from megatron_t1.trajectory.routes import repeated_experts, route_dtype
 from megatron_t1.trajectory.views import tokens_before_last_loss
 
 BLOCK_TOKENS = 8192
@@ -72,9 +73,9 @@ def check_routes(
         fail(f"routes have shape {list(routes.shape)}, the model needs [{tokens}, {num_moe_layers}, {top_k}]")
     if len(routes) != tokens or len(routed) != tokens:  # vllm#28284: the engine gives one row fewer; the record has all
         fail(f"{len(routes)} rows of routes and {len(routed)} marks for {tokens} tokens")
-    expected = np.uint8 if num_experts <= 256 else np.uint16
+    expected = route_dtype(num_experts)
     if routes.dtype != expected:
-        fail(f"routes are {routes.dtype}; with {num_experts} experts they are {np.dtype(expected)}")
+        fail(f"routes are {routes.dtype}; with {num_experts} experts they are {expected}")
     missing = np.flatnonzero(~routed[: tokens - 1 if needed is None else needed])
     if missing.size:  # NeMo-RL#3485
         fail(
@@ -101,8 +102,7 @@ def _check_values(routes: np.ndarray, routed: np.ndarray, num_experts: int, fail
             )
         zero_layers &= ~(block.any(axis=2) & here[:, None]).any(axis=0)
         largest = max(largest, int(block[here].max(initial=0)))
-        ordered = np.sort(block, axis=2)
-        duplicate = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2) & here[:, None]
+        duplicate = repeated_experts(block) & here[:, None]
         if first_duplicate is None and duplicate.any():
             token, layer = np.argwhere(duplicate)[0]
             first_duplicate = (start + int(token), int(layer))

@@ -11,6 +11,8 @@ from megatron_t1.ppo.gae import lambda_returns, length_adaptive_lambda
 from megatron_t1.ppo.statistics import advantage_sums, explained_variance_of, explained_variance_sums, normalise
 from megatron_t1.training.samples import Sample
 
+VALUE_FIELDS = ("old_values", "advantages", "returns")  # what a critic leaves of each sample for both updates
+
 
 def compute_advantages(
     samples: list[Sample],

@@ -18,6 +18,8 @@ from megatron_t1.routing.replay import MicroBatchRoutes
 from megatron_t1.training.samples import Sample
 from megatron_t1.trajectory.layout import TokenLayout
 from megatron_t1.trajectory.loss_view import loss_view
+from megatron_t1.trajectory.packing import PackingPlan, SequenceCost, plan_packing
+from megatron_t1.trajectory.routes import route_dtype
 
 DUMMY_LENGTH = 2  # tokens of the zero-weight sequence given to a rank that has no work
 
@@ -32,8 +34,8 @@ class RouteShape:
     expert_parallel: int
 
     @property
-    def dtype(self) -> type[np.unsignedinteger]:
-        return np.uint8 if self.num_experts <= 256 else np.uint16
+    def dtype(self) -> np.dtype:
+        return route_dtype(self.num_experts)
 
 
 @dataclass
@@ -57,6 +59,36 @@ class MicroBatch:
         """Split [N] numbers back into one array for each sample."""
         ends = np.cumsum([sample.loss_tokens for sample in self.samples])
         return np.split(values, ends[:-1]) if self.samples else []
+
+
+def plan_samples(
+    samples: Sequence[Sample],
+    *,
+    replicas: int,
+    capacity: int,
+    context_size: int,
+    cost: SequenceCost | None = None,
+    seed: int = 0,
+) -> PackingPlan:
+    """The packing plan of all data-parallel replicas; every process computes the same one. See `plan_packing`."""
+    return plan_packing(
+        [len(sample.ids) for sample in samples],
+        data_parallel=replicas,
+        capacity=capacity,
+        multiple=TokenLayout.sequence_multiple(context_size),
+        cost=cost,
+        seed=seed,
+        names=[sample.name for sample in samples],
+    )
+
+
+def fill_fields(
+    batches: Sequence[MicroBatch], results: Sequence[dict[str, torch.Tensor]], name: str, *, field: str
+) -> None:
+    """Give every sample of `batches` what `passes.score` returned for it under `name`, as `fields[field]`."""
+    for batch, result in zip(batches, results, strict=True):
+        for sample, numbers in zip(batch.samples, batch.per_sample(result[name].numpy()), strict=True):
+            sample.fields[field] = numbers
 
 
 def lengths_of(samples: Sequence[Sample]) -> tuple[int, ...]:

@@ -17,9 +17,10 @@ from megatron_t1.config.schema import Config
 from megatron_t1.model.backend import Backend
 from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import WrittenFile
+from megatron_t1.training.batch import plan_samples
+from megatron_t1.training.passes import missing_micro_batches, speaks_for_replica
 from megatron_t1.training.samples import Sample, tokenizer_digest
-from megatron_t1.trajectory.layout import TokenLayout
-from megatron_t1.trajectory.packing import PackingPlan, SequenceCost, plan_packing
+from megatron_t1.trajectory.packing import PackingPlan, SequenceCost
 
 
 @dataclass
@@ -49,11 +50,7 @@ class Context:
     @property
     def owns_values(self) -> bool:
         """One process of each data-parallel replica writes that replica's per-token numbers."""
-        return (
-            parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_context_parallel_rank() == 0
-        )
+        return speaks_for_replica()
 
     def contract_facts(self) -> dict[str, Any]:
         """Fields of the sampling contract that the model in training fixes, and the size of its vocabulary."""
@@ -74,25 +71,19 @@ class Context:
 
     def plan(self, samples: list[Sample], *, seed: int = 0) -> PackingPlan:
         """The packing plan of all replicas; every process computes the same one."""
-        return plan_packing(
-            [len(sample.ids) for sample in samples],
-            data_parallel=self.replica_count,
+        return plan_samples(
+            samples,
+            replicas=self.replica_count,
             capacity=self.config.train.capacity,
+            context_size=parallel_state.get_context_parallel_world_size(),
             cost=SequenceCost.of_architecture(self.config.model.architecture),
             seed=seed,
-            multiple=TokenLayout.sequence_multiple(parallel_state.get_context_parallel_world_size()),
-            names=[sample.name for sample in samples],
         )
 
     def own_groups(self, plan: PackingPlan, samples: list[Sample]) -> list[list[Sample]]:
-        """The samples of each of this replica's micro-batches.
-
-        Interleaved pipeline stages take micro-batches in rounds of the pipeline's size: dummies fill the last round.
-        """
-        groups = [[samples[index] for index in batch.sequences] for batch in plan.ranks[self.replica]]
-        layout = self.config.layout
-        missing = -len(groups) % layout.pipeline if layout.virtual_pipeline > 1 else 0
-        return groups + [[] for _ in range(missing)]
+        """The samples of each of this replica's micro-batches, none in those that only fill a round."""
+        groups = plan.groups(self.replica, samples)
+        return groups + [[] for _ in range(missing_micro_batches(len(groups)))]
 
     @property
     def replicas(self) -> dist.ProcessGroup:

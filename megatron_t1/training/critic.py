@@ -17,7 +17,7 @@ from megatron_t1.model.convert import load_hf
 from megatron_t1.model.heads import set_value_bias
 from megatron_t1.phase import PhaseResult, WrittenFile
 from megatron_t1.ppo.sums import Sums, means, merge
-from megatron_t1.training.advantages import compute_advantages
+from megatron_t1.training.advantages import VALUE_FIELDS, compute_advantages
 from megatron_t1.training.batch import MicroBatch
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine
@@ -28,8 +28,6 @@ from megatron_t1.training.scoring import score_groups
 from megatron_t1.training.updates import update_epoch
 from megatron_t1.training.warmup import warm_up
 from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
-
-VALUE_FIELDS = ("old_values", "advantages", "returns")
 
 
 def run_critic(context: Context) -> PhaseResult:

@@ -30,6 +30,7 @@ from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch
 from megatron_t1.training.passes import (
     LossFunction,
     TokenReader,
+    layout_sizes,
     names_everywhere,
     packed_forward,
     read_logprobs,
@@ -135,13 +136,7 @@ class Engine:
     def micro_batches(self, groups: Iterable[Sequence[Sample]], *, replay: bool | None = None) -> list[MicroBatch]:
         """One micro-batch for each group of samples of this data-parallel rank. Collective over all ranks."""
         use_routes = self.replaying if replay is None else replay
-        sizes = {
-            "context_size": parallel_state.get_context_parallel_world_size(),
-            "context_rank": parallel_state.get_context_parallel_rank(),
-            "tensor_size": parallel_state.get_tensor_model_parallel_world_size(),
-            "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
-            "sequence_parallel": bool(self.transformer.sequence_parallel),
-        }
+        sizes = layout_sizes(sequence_parallel=bool(self.transformer.sequence_parallel))
         shape = self.route_shape if use_routes and self.replay.layers else None
         groups = [list(group) for group in groups]
         if self._needs_equal_shapes:

@@ -135,6 +135,32 @@ def score(
     return results
 
 
+def layout_sizes(*, sequence_parallel: bool) -> dict[str, int | bool]:
+    """This rank's place in its replica, as `TokenLayout` takes it."""
+    return {
+        "context_size": parallel_state.get_context_parallel_world_size(),
+        "context_rank": parallel_state.get_context_parallel_rank(),
+        "tensor_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "sequence_parallel": sequence_parallel,
+    }
+
+
+def speaks_for_replica() -> bool:
+    """Whether this is the one process of its data-parallel replica that writes the replica's per-token numbers."""
+    return (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+
+
+def missing_micro_batches(count: int) -> int:
+    """How many to add: interleaved pipeline stages take micro-batches in rounds of the pipeline's size."""
+    interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    return -count % parallel_state.get_pipeline_model_parallel_world_size() if interleaved else 0
+
+
 def names_everywhere(own: Iterable[str]) -> list[str]:
     """Names known on any rank, in one order. Only pipeline stages without a loss know none and must be told."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from megatron_t1.training.batch import fill_fields
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine, TokenReader
 from megatron_t1.training.samples import Sample
@@ -21,9 +22,7 @@ def score_groups(
         replay: whether recorded routes are replayed; None: as the engine does.
     """
     batches = engine.micro_batches(groups, replay=replay)
-    for batch, result in zip(batches, engine.score(batches, read), strict=True):
-        for sample, numbers in zip(batch.samples, batch.per_sample(result[name].numpy()), strict=True):
-            sample.fields[field] = numbers
+    fill_fields(batches, engine.score(batches, read), name, field=field)
 
 
 def share(context: Context, samples: Iterable[Sample], groups: list[list[Sample]], field: str) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_t1.config.schema import ArchitectureConfig
 from megatron_t1.errors import ConfigError, T1Error
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class PackingPlan:
     def bins(self) -> int:
         """Micro-batches over all ranks, dummies included."""
         return self.slots * len(self.ranks)
+
+    def groups(self, rank: int, sequences: Sequence[Item]) -> list[list[Item]]:
+        """What stands in each of a rank's micro-batches, of the sequences that were packed; nothing in a dummy."""
+        return [[sequences[index] for index in batch.sequences] for batch in self.ranks[rank]]
 
 
 def plan_packing(

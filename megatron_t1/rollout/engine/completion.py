@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequestFailed
+from megatron_t1.trajectory.routes import repeated_experts, route_dtype
 
 LOGPROB_FLOOR = -9000.0  # vLLM clamps minus infinity to -9999
 
@@ -33,7 +34,7 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+        return route_dtype(self.num_experts)
 
 
 class Completion:
@@ -190,18 +191,12 @@ def _routes(encoded: Any, rows: int, shape: RouteShape, invalid) -> np.ndarray:
 
 
 def route_problem(routes: np.ndarray, num_experts: int) -> str:
-    """What is impossible about routes [rows, L, K] of one model; "" when they are sound.
-
-    Experts of a row must differ: an unwritten row is all zeros, which a mixture with K > 1 never takes
-    (vllm-ascend#15451, verl#4986).
-    """
+    """What is impossible about routes [rows, L, K] of one model; "" when they are sound."""
     if int(routes.max()) >= num_experts or int(routes.min()) < 0:
         row, layer, _ = np.argwhere((routes >= num_experts) | (routes < 0))[0]
         return f"row {row}, layer {layer}: expert {routes[row, layer].tolist()} of {num_experts}"
-    if routes.shape[2] > 1:
-        ordered = np.sort(routes, axis=2)
-        twice = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
-        if twice.any():
-            row, layer = np.argwhere(twice)[0]
-            return f"row {row}, layer {layer}: an expert twice in {routes[row, layer].tolist()}"
+    twice = repeated_experts(routes)
+    if twice.any():
+        row, layer = np.argwhere(twice)[0]
+        return f"row {row}, layer {layer}: an expert twice in {routes[row, layer].tolist()}"
     return ""

@@ -47,15 +47,7 @@ class RenderersTokenizer:
     @contextlib.contextmanager
     def placing(self, outside: str) -> Iterator[None]:
         """Encode `outside`, as plain text, wherever the template writes the placeholder."""
-
-        def encode(text: str) -> list[int]:
-            parts = text.split(PLACEHOLDER)
-            ids = self._tokenizer.encode_template(parts[0])
-            for part in parts[1:]:
-                ids = [*ids, *self._tokenizer.encode(outside).tolist(), *self._tokenizer.encode_template(part)]
-            return ids
-
-        self._encode = encode
+        self._encode = lambda text: self._tokenizer.encode_around(text.split(PLACEHOLDER), outside)
         try:
             yield
         finally:

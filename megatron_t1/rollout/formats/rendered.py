@@ -55,7 +55,7 @@ class RenderedFormat:
         self.stop_ids = tuple(int(token) for token in self._renderer.get_stop_token_ids())
         before = self._render(_messages("x"), opening=False)
         after = self._render(_messages("x"), opening=True)
-        if after[: len(before)] != before or not self._controls(after[len(before) :]):
+        if after[: len(before)] != before or not self.tokenizer.controls(after[len(before) :]):
             raise T1Error(f"{self.name} has no opening of a turn that follows the conversation", where=str(model_dir))
         self._opening = after[len(before) :]
         self._neutral: dict[tuple, list[int]] = {}
@@ -223,25 +223,22 @@ class RenderedFormat:
         rendered = render(outside)
         if rendered is None:
             return None
-        found = self._controls(_ids(rendered))
+        found = self.tokenizer.controls(_ids(rendered))
         if found == self._neutral.get(state):
             return rendered
-        expected = self._neutral[state] = self._controls(_ids(render("x")))
+        expected = self._neutral[state] = self.tokenizer.controls(_ids(render("x")))
         if found == expected:
             return rendered
         for guard, text in ((self._adapter.plainly(), outside), (self._adapter.placing(outside.strip()), PLACEHOLDER)):
             with guard:
                 rendered = render(text)
-            if self._controls(_ids(rendered)) == expected and PLACEHOLDER not in self.decode(_ids(rendered)):
+            if self.tokenizer.controls(_ids(rendered)) == expected and PLACEHOLDER not in self.decode(_ids(rendered)):
                 return rendered
         raise T1Error(
             f"{self.name} lets control tokens in text through",
             where=f"text {outside[:80]!r}",
             remedy="use the chat format chatml_bash, or report this family",
         )
-
-    def _controls(self, ids: list[int]) -> list[int]:
-        return [token for token in ids if token in self.tokenizer.control_ids]
 
     def _is_of_calls(self, token: int) -> bool:
         """Whether a call has this control token, once, and nothing else has it."""

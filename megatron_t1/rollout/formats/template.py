@@ -141,25 +141,20 @@ class TemplateFormat:
             ConversationRefused: `outside` names control tokens and the template changed it.
         """
         around = marked.split(PLACEHOLDER)
-        expected = [token for part in around for token in self._controls(self.encode_template(part))]
+        expected = [token for part in around for token in self.tokenizer.controls(self.encode_template(part))]
         ids = self.encode_template(text)
-        if self._controls(ids) != expected and outside:
+        if self.tokenizer.controls(ids) != expected and outside:
             for written in (outside, outside.strip(), json.dumps(outside, ensure_ascii=False)[1:-1]):
                 if written.join(around) == text:
-                    ids = self.encode_template(around[0])
-                    for part in around[1:]:
-                        ids = [*ids, *self.tokenizer.encode(written).tolist(), *self.encode_template(part)]
+                    ids = self.tokenizer.encode_around(around, written)
                     break
-            if self._controls(ids) != expected:
+            if self.tokenizer.controls(ids) != expected:
                 raise ConversationRefused(
                     "the template changes text that names control tokens",
                     where=f"{self.template.where}, text {outside[:80]!r}",
                     remedy="use a template that writes messages as they are",
                 )
         return np.array(ids, dtype=np.int32)
-
-    def _controls(self, ids: list[int]) -> list[int]:
-        return [token for token in ids if token in self.tokenizer.control_ids]
 
     def _call(self, command: str, *, as_text: bool = False) -> dict[str, Any]:
         return call_message(command, _CALL_ID, as_text=as_text)
@@ -193,8 +188,8 @@ class TemplateFormat:
 
     def _end_token(self) -> int:
         after = self._turn({"role": "assistant", "content": _ANSWER}).partition(_ANSWER)[2]
-        controls = self._controls(self.encode_template(after))
-        prompt = self._controls(self.encode_template(self.render(self.first_messages("x"), opening=True)))
+        controls = self.tokenizer.controls(self.encode_template(after))
+        prompt = self.tokenizer.controls(self.encode_template(self.render(self.first_messages("x"), opening=True)))
         if not controls or prompt[-1:] == controls[:1]:  # what comes next opens another turn already
             raise self._unusable("it writes no end token after a turn")
         return controls[0]
@@ -229,7 +224,7 @@ class TemplateFormat:
         reply = {**_tool_message(PLACEHOLDER), "role": self.reply_role}
         for messages in (self.first_messages(PLACEHOLDER), [*self.first_messages("x"), turn, reply]):
             after = self.render(messages, opening=True).rpartition(PLACEHOLDER)[2]
-            if not self._controls(self.encode_template(after)):
+            if not self.tokenizer.controls(self.encode_template(after)):
                 raise self._unusable(f"it marks roles with ordinary text ({after[:40]!r}), which any output can write")
 
     def _demonstration(self, message: dict[str, Any], outside: str) -> np.ndarray:

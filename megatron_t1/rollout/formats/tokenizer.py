@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,18 @@ class PlainTokenizer:
     def encode_template(self, text: str) -> list[int]:
         """Encode a template's own text, in which control tokens may be written by name. Never for text from outside."""
         return self._template.encode(text, add_special_tokens=False).ids
+
+    def encode_around(self, template: Sequence[str], outside: str) -> list[int]:
+        """The parts of a template's text with `outside`, as plain text, between each two of them."""
+        ids = self.encode_template(template[0])
+        plain = self.encode(outside).tolist() if len(template) > 1 else []
+        for part in template[1:]:
+            ids = [*ids, *plain, *self.encode_template(part)]
+        return ids
+
+    def controls(self, ids: Iterable[int]) -> list[int]:
+        """The control tokens among `ids`, in order."""
+        return [token for token in ids if token in self.control_ids]
 
     def names_control(self, text: str) -> bool:
         """Whether `text` contains the name of a control token."""
