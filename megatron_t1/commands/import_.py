@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
+from megatron_t1.config.schema import RewardConfig
 from megatron_t1.errors import ConfigError, IncompleteError
 from megatron_t1.importing.foreign import Foreign, read_contract, write
 from megatron_t1.importing.harbor import read_trials
@@ -16,8 +17,6 @@ from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
 from megatron_t1.trajectory.selection import select
 from megatron_t1.trajectory.store import RolloutStore
-
-SCALE = 0.25  # reward.scale's default
 
 
 def jsonl(invocation: Invocation) -> int:
@@ -42,7 +41,7 @@ def _options(invocation: Invocation, name: str) -> argparse.Namespace:
     parser.add_argument("--iteration", type=int, metavar="N")
     parser.add_argument("--contract", metavar="FILE")
     if name.endswith("harbor"):
-        parser.add_argument("--scale", type=float, default=SCALE)
+        parser.add_argument("--scale", type=float, default=RewardConfig().scale)
     options = parser.parse_args(invocation.arguments)
     if bool(options.out) == bool(options.run) or (options.run is None) != (options.iteration is None):
         raise ConfigError("name one place: --out DIR, or --run RUN --iteration N", where=name)

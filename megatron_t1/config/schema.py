@@ -277,6 +277,12 @@ class TrainConfig:
     head_dtype: str = "model"  # model | float32: of the vocabulary projection's multiplications
     keep_checkpoints: int = 2  # of each role, besides the newest evaluated
 
+    @property
+    def replaying_roles(self) -> tuple[str, ...]:
+        """Roles that are there and replay recorded experts: they need rollouts with routes."""
+        roles = ("actor", "critic", "reference") if self.actor.kl_coef else ("actor", "critic")
+        return tuple(role for role in roles if getattr(self.replay, role))
+
 
 @dataclass
 class RewardConfig:

@@ -290,10 +290,8 @@ def _training(config: Config) -> list[str]:
         problems.append(f"train.actor.clip_low={actor.clip_low} must be smaller than 1")
     if actor.reference and not actor.kl_coef:
         problems.append("train.actor.reference needs train.actor.kl_coef > 0: nothing else asks for a reference policy")
-    roles = ("actor", "critic", "reference") if actor.kl_coef else ("actor", "critic")
-    for name in roles:
-        if getattr(train.replay, name) and not rollout.routes:
-            problems.append(f"train.replay.{name}=true needs rollout.routes=true")
+    if not rollout.routes:
+        problems += [f"train.replay.{role}=true needs rollout.routes=true" for role in train.replaying_roles]
     if train.replay.measure_gap and not train.replay.actor:
         problems.append("train.replay.measure_gap=true compares with replay: it needs train.replay.actor=true")
     max_gap = train.replay.max_gap

@@ -101,7 +101,7 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
         "temperature": config.rollout.temperature,
         "top_p": config.rollout.top_p,
     }
-    needs_routes = config.train.replay.actor or config.train.replay.critic
+    replaying = config.train.replaying_roles
     for trajectory in selection.kept:
         where = f"{directory}, trajectory {trajectory.header.trajectory_id}"
         if trajectory.header.contract is None:
@@ -112,12 +112,13 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
             )
         trajectory.header.contract.require_equal(expected, where=where)
         _require_known_ids(trajectory, model_facts.get("vocab_size", 0), where)
-        if needs_routes:
+        if replaying:
             if trajectory.routes is None:
                 raise T1Error(
                     "routing replay is on but the trajectory has no routes",
                     where=where,
-                    remedy="roll out with rollout.routes=true, or set train.replay.actor=false and critic=false",
+                    remedy="roll out with rollout.routes=true, or set "
+                    + " and ".join(f"train.replay.{role}=false" for role in replaying),
                 )
             validate_routes(
                 trajectory,

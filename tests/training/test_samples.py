@@ -66,15 +66,17 @@ def test_another_contract_is_refused_with_both_values(tmp_path, field, sampled, 
     assert "odd-0" in caught.value.where
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("role", ["actor", "critic", "reference"])
 def test_missing_routes_fail_before_any_step_when_a_role_replays(tmp_path, role):  # miles#407
     stored(tmp_path, episode("with-0"), episode("without-0", routes=False))
     config = Config()
-    config.train.replay.actor, config.train.replay.critic = role == "actor", role == "critic"
+    config.train.actor.kl_coef = 0.1 if role == "reference" else 0.0
+    for each in ("actor", "critic", "reference"):
+        setattr(config.train.replay, each, each == role)
     with pytest.raises(T1Error, match="replay is on but the trajectory has no routes") as caught:
         load_rollouts(tmp_path, config, FACTS)
     assert "without-0" in caught.value.where
-    config.train.replay.actor = config.train.replay.critic = False
+    setattr(config.train.replay, role, False)
     assert [sample.routes is None for sample in load_rollouts(tmp_path, config, FACTS).samples] == [False, True]
 
 
