@@ -21,6 +21,7 @@ from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.loop.manifest import Manifest, is_free
 from megatron_t1.model.stored import CONFIG_FILE, architecture_from_hf, model_differences
+from megatron_t1.model.weight_files import weight_problems
 from megatron_t1.paths import RunPaths
 from megatron_t1.resources import resource_dir
 
@@ -30,15 +31,20 @@ def command_config(invocation: Invocation) -> Config:
 
     Paths are absolute in the result.
     """
+    if invocation.multirun:
+        name = " ".join(invocation.command.words)
+        raise ConfigError(f"-m sweeps over whole runs: `t1 run -m`, not `t1 {name}`", remedy="leave out -m")
     overrides = invocation.arguments
     parsed = parse_overrides(overrides)
     sweeps = [override.input_line or "" for override in parsed if override.is_sweep_override()]
     if sweeps:
-        raise ConfigError(f"several values are a sweep: {', '.join(sweeps)}", remedy="add -m, or give one value")
+        remedy = "add -m, or give one value" if invocation.command.words == ("run",) else "give one value"
+        raise ConfigError(f"several values are a sweep: {', '.join(sweeps)}", remedy=remedy)
     groups = group_names([resource_dir("conf")])
     named = next((str(override.value()) for override in parsed if override.key_or_group == "run.dir"), None)
     run_dir = Path(named).expanduser() if named else None
-    exists = run_dir is not None and RunPaths.of(run_dir).config.exists()
+    paths = RunPaths.of(run_dir) if run_dir else None
+    exists = paths is not None and (paths.config.exists() or paths.manifest.exists())
     chosen = [override.key_or_group for override in parsed if override.key_or_group in groups]
     if exists and not chosen:
         rest = [override.input_line or "" for override in parsed if override.key_or_group != "run.dir"]
@@ -79,7 +85,7 @@ def model_problems(config: Config) -> list[str]:
     if not config.model.path or not (Path(config.model.path) / CONFIG_FILE).is_file() or unbuildable(config):
         return []
     try:
-        problems = model_differences(config.model)
+        problems = [*weight_problems(config.model.path), *model_differences(config.model)]
         positions = architecture_from_hf(config.model.path).max_position_embeddings
     except T1Error as error:
         return [f"model.path={config.model.path}: {error.problem}"]

@@ -12,11 +12,16 @@ from megatron_t1.config.validate import check
 TOKENIZER_SEED = 0
 
 
+def _unset(option: str, value: str) -> list[str]:
+    """An empty path would mean the working directory."""
+    return [] if value else [f"{option} is not set: name a directory to write to"]
+
+
 def generate(invocation: Invocation) -> int:
     config = command_config(invocation)
     if invocation.print_config:
         return print_config(config)
-    check(config)
+    check(config, more=_unset("generate.out", config.generate.out))
     from megatron_t1.environment.generate.sets import generate_sets
 
     out = Path(config.generate.out).resolve()
@@ -42,7 +47,7 @@ def init_model(invocation: Invocation) -> int:
     config = command_config(invocation)
     if invocation.print_config:
         return print_config(config)
-    check(config)
+    check(config, more=_unset("model.path", config.model.path))
     from megatron_t1.model.initial import create_initial_model
     from megatron_t1.rollout.demonstrate import tokenizer_corpus
 

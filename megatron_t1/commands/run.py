@@ -40,12 +40,14 @@ def run(invocation: Invocation) -> int:
     config = command_config(invocation)
     if invocation.print_config:
         return print_config(config, model=True)
-    inputs = ["model.path", "env.tasks"]
-    if any(evaluates(config.loop, iteration) for iteration in range(total_iterations(config.loop) + 1)):
-        inputs.append("eval.tasks")
-    inputs += _reference_input(config)
-    require_startable(config, inputs)
+    require_startable(config, run_inputs(config))
     return _stoppable(lambda: _run(config))
+
+
+def run_inputs(config: Config) -> list[str]:
+    """The path options that a whole training reads."""
+    evaluating = any(evaluates(config.loop, iteration) for iteration in range(total_iterations(config.loop) + 1))
+    return ["model.path", "env.tasks", *(["eval.tasks"] if evaluating else []), *_reference_input(config)]
 
 
 def _reference_input(config: Config) -> list[str]:

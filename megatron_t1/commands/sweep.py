@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from megatron_t1.cli import Invocation
-from megatron_t1.commands.configuration import model_problems
-from megatron_t1.config.compose import compose, parse_overrides
+from megatron_t1.commands.configuration import model_problems, require_startable
+from megatron_t1.commands.run import run_inputs
+from megatron_t1.config.compose import absolute, compose, parse_overrides
 from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError
 
@@ -41,11 +42,13 @@ def directory_name(overrides: tuple[str, ...]) -> str:
 
 def sweep(invocation: Invocation) -> int:
     """Check every job before the first starts; run them one after another; report which failed."""
-    planned = []
+    planned, configs = [], []
     for number, (name, overrides) in enumerate(jobs(invocation.arguments)):
-        config = compose(overrides, config_dirs=invocation.config_dirs)
+        config = absolute(compose(overrides, config_dirs=invocation.config_dirs))
         run_dir = Path(config.run.dir) / f"{number:02d}_{name}"
+        config.run.dir = str(run_dir)
         check(config, more=[*model_problems(config), *unbuildable(config)])
+        configs.append(config)
         planned.append(
             (run_dir, [*(o for o in overrides if not o.startswith("run.dir=")), f"run.dir={_quoted(run_dir)}"])
         )
@@ -53,6 +56,8 @@ def sweep(invocation: Invocation) -> int:
         for run_dir, overrides in planned:
             print(run_dir, *overrides)
         return 0
+    for config in configs:
+        require_startable(config, run_inputs(config))
     failed = []
     for number, (run_dir, overrides) in enumerate(planned):
         print(f"== run {number + 1}/{len(planned)}: {run_dir}", flush=True)

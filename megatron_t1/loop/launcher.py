@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -25,6 +26,7 @@ from megatron_t1.processes import marked, send
 LAUNCH_MARK = "T1_LAUNCH"  # environment variable that every process of one launch inherits
 MAIN_LOG = "main.log"
 TAIL_LINES = 15
+LITTLE_SPACE = 2**20  # bytes; with less a phase can't write its own error
 QUIET = (
     "ignore::FutureWarning,ignore::DeprecationWarning"  # of libraries, about each other; PYTHONWARNINGS overrides it
 )
@@ -249,10 +251,14 @@ def require_success(result: Exit, command: PhaseCommand) -> None:
         how = f"failed with exit status {result.code}"
     rank = "" if result.rank is None else f" (first failing rank: {result.rank})"
     indented = "\n".join(f"    | {line}" for line in result.tail.splitlines())
+    # On a full disk a phase can't even write down what went wrong.
+    free = shutil.disk_usage(result.log.parent).free if result.log.parent.is_dir() else LITTLE_SPACE
+    full = f"the disk is full ({free / 2**20:.1f} MiB are free); " if free < LITTLE_SPACE else ""
     raise T1Error(
-        f"the {command.name} phase {how}{rank}; it said last:\n{indented or '    | (nothing)'}",
+        f"{full}the {command.name} phase {how}{rank}; it said last:\n{indented or '    | (nothing)'}",
         where=str(result.log),
-        remedy="mend what it names and start the same command again: finished steps are kept",
+        remedy=f"{'free some space' if full else 'mend what it names'} and start the same command again: "
+        "finished steps are kept",
     )
 
 

@@ -21,10 +21,10 @@ from typing import Any, get_origin, get_type_hints
 
 from megatron_t1 import __version__, atomic
 from megatron_t1.config.compose import flatten
-from megatron_t1.config.schema import Config
+from megatron_t1.config.schema import Config, LoopConfig
 from megatron_t1.errors import IncompleteError, MismatchError
 from megatron_t1.loop import start_model
-from megatron_t1.loop.steps import Key
+from megatron_t1.loop.steps import Key, total_iterations
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import summarised
 
@@ -136,6 +136,19 @@ class Manifest:
                 remedy="leave these options as they were, or choose another run.dir",
             )
 
+    def require_reachable(self, loop: LoopConfig, path: Path) -> None:
+        """Raise MismatchError when the run has gone beyond `loop` already: a training isn't taken back."""
+        last = total_iterations(loop)
+        done = max((step.iteration + 1 for step in self.finished if step.phase != "evaluation"), default=0)
+        if done > last:
+            raise MismatchError(
+                f"the run has gone through {done} iterations, and by loop.warmup_iterations and loop.iterations it "
+                f"ends after {last}",
+                where=str(path),
+                remedy=f"give loop.iterations={done - loop.warmup_iterations} or more; a copy of the run, or another "
+                "run.dir, can be trained otherwise",
+            )
+
 
 def open_manifest(config: Config) -> Manifest:
     """The run's manifest, or a new one for a run directory without finished work.
@@ -166,6 +179,7 @@ def open_manifest(config: Config) -> Manifest:
         set_aside_records(paths)
         return Manifest.new(config)
     manifest.require_config(config, paths.manifest)
+    manifest.require_reachable(config.loop, paths.manifest)
     if changed := start_model.differences(model, manifest.start_model):
         raise MismatchError(
             "the start model is not the one this run was started with: " + summarised(changed),

@@ -100,7 +100,9 @@ def save_checkpoint(
     if optimizer is not None:
         complete_adam_state(optimizer)
         entries["optimizer"] = optimizer.sharded_state_dict(dict(entries), metadata=optimizer_metadata(optimizer))
-    together(lambda: _write(entries, partial, final))
+    # Not `together`: Megatron's save is full of collectives, and a rank that fails alone between them (a disk that is
+    # full when rank 0 writes common.pt) would wait for ranks that wait for it. It leaves, and the launcher ends all.
+    _write(entries, partial, final)
     on_first_rank(lambda: atomic.write_json(partial / STATE_FILE, state))
     files = [file for of_rank in together(lambda: _digest_own(partial)) for file in of_rank]
     identity = {**_identity(bare), "optimizer": optimizer_identity(bare[0].config, optimizer)}

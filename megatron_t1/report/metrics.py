@@ -29,15 +29,7 @@ class MetricsWriter:
 
     def append(self, result: PhaseResult, *, seconds: float) -> bool:
         """Add one phase; returns False when this very result was there already."""
-        now = time.time()
-        line = {
-            "iteration": result.iteration,
-            "phase": result.phase,
-            "seconds": round(seconds, 3),
-            "time": round(now, 3),
-            "metrics": {name: _finite(value) for name, value in sorted(result.metrics.items())},
-            "timings_s": {name: _finite(value) for name, value in sorted(result.timings_s.items())},
-        }
+        line = _line(result, seconds=seconds, now=time.time())
         key = (result.iteration, result.phase)
         before = self._lines.get(key)
         if before is not None and _measured(before) == _measured(line):
@@ -88,9 +80,44 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The last complete line of each phase in a run's metrics.jsonl, in the order in which they first finished."""
-    path = RunPaths.of(run_dir).metrics
-    return list(_newest(_parsed(path)[0]).values()) if path.exists() else []
+    """The last complete line of each phase in a run's metrics.jsonl, in the order in which they first finished.
+
+    A finished step without one (the file was lost, or begun anew) is taken from the manifest and the step's own result.
+    """
+    paths = RunPaths.of(run_dir)
+    lines = _newest(_parsed(paths.metrics)[0]) if paths.metrics.exists() else {}
+    order = []
+    for step in _finished(paths.manifest):
+        key = (step["iteration"], step["phase"])
+        order.append(key)
+        if key not in lines:
+            try:
+                result = PhaseResult.read(paths.phase(*key))
+            except IncompleteError:
+                continue
+            lines[key] = _line(result, seconds=step["seconds"], now=step["finished_at"])
+    return [lines[key] for key in dict.fromkeys([*(key for key in order if key in lines), *lines])]
+
+
+def _finished(manifest: Path) -> list[dict[str, Any]]:
+    """The steps that a manifest calls finished; nothing where there is none to read."""
+    try:
+        steps = json.loads(manifest.read_bytes())["finished"]
+        kinds = (("iteration", int), ("phase", str), ("seconds", (int, float)), ("finished_at", (int, float)))
+        return [step for step in steps if all(isinstance(step[name], kind) for name, kind in kinds)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _line(result: PhaseResult, *, seconds: float, now: float) -> dict[str, Any]:
+    return {
+        "iteration": result.iteration,
+        "phase": result.phase,
+        "seconds": round(seconds, 3),
+        "time": round(now, 3),
+        "metrics": {name: _finite(value) for name, value in sorted(result.metrics.items())},
+        "timings_s": {name: _finite(value) for name, value in sorted(result.timings_s.items())},
+    }
 
 
 def series(lines: list[dict[str, Any]], phase: str, *names: str) -> dict[int, float]:

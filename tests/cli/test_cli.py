@@ -100,8 +100,27 @@ def test_sweep_checks_every_job_before_the_first(capsys):
     assert "train.gae.gamma=2.0" in output.err and "== run" not in output.out
 
 
-def test_sweep_gives_each_job_its_directory_and_reports_failures(capfd):
-    assert main(["run", "-m", "run.seed=0,1"]) == 1  # no tasks there
+def test_sweep_looks_for_the_inputs_of_every_job_before_the_first(capsys, tmp_path):
+    assert main(["run", "-m", "run.seed=0,1", f"env.tasks={tmp_path / 'none'}"]) == 2
+    output = capsys.readouterr()
+    assert f"env.tasks={tmp_path / 'none'}: no such directory" in output.err and "== run" not in output.out
+
+
+@pytest.mark.parametrize("words", [["eval"], ["train", "sft"], ["rollout"], ["export"]])
+def test_only_whole_runs_are_swept(capsys, words):
+    assert main([*words, "-m", "run.seed=0,1"]) == 2
+    assert f"`t1 run -m`, not `t1 {' '.join(words)}`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sweep_gives_each_job_its_directory_and_reports_failures(capfd, tmp_path):
+    model, tasks, others = tmp_path / "model", tmp_path / "tasks", tmp_path / "held_out"
+    for directory in (tasks, others):
+        (directory / "broken").mkdir(parents=True)
+        (directory / "broken" / "task.toml").write_text("not toml")
+    assert main(["model", "init", f"model.path={model}", "generate.pool=small"]) == 0
+    paths = [f"model.path={model}", f"env.tasks={tasks}", f"eval.tasks={others}"]
+    assert main(["run", "-m", "run.seed=0,1", *paths]) == 1
     output = capfd.readouterr()
     assert "runs/default/00_run.seed=0" in output.out and "runs/default/01_run.seed=1" in output.out
     assert "2 of 2 runs failed" in output.err

@@ -36,8 +36,8 @@ def write_model(directory, overrides=("model=tiny",), **changes):
     directory.mkdir(parents=True)
     settings = hf_config(config.architecture, config.dtype, 512, 1, 0) | changes
     (directory / "config.json").write_text(json.dumps(settings))
-    for name in ("tokenizer.json", "model.safetensors"):
-        (directory / name).touch()
+    (directory / "tokenizer.json").touch()
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
 
 def finished_run(directory, *overrides):
@@ -119,6 +119,38 @@ def test_another_group_for_a_run_that_has_begun(capsys, place):
     said = refused(capsys, "run", "run.dir=run", "model=tiny_64e")
     assert "groups can't be exchanged" in said and "model.dtype: the run has 'float32', now 'bfloat16'" in said
     assert main(["run", "run.dir=run", "model=tiny", "--cfg", "job"]) == 0  # what it was started with
+
+
+def test_a_cut_off_model_is_refused_before_anything_starts(capsys, place):
+    weights = place / "models/tiny_start/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    said = refused(capsys, "run", "run.dir=run")
+    assert f"{weights}: not a safetensors file, or cut off" in said and not (place / "run").exists()
+
+
+def test_a_run_without_its_configuration_is_named(capsys, place):
+    paths = finished_run(place / "run")
+    paths.config.unlink()
+    assert str(paths.config) in refused(capsys, "run", "run.dir=run", status=1)
+
+
+def test_fewer_iterations_than_were_done_are_refused(capsys, place):
+    paths = finished_run(place / "run")
+    manifest = Manifest.read(paths.manifest)
+    manifest.finished.append(FinishedStep(1, "rollout", "0" * 64, "launch", {}, 1.0, 1, 0, 0, 0.0))
+    manifest.write(paths.manifest)
+    before = paths.config.read_bytes()
+    said = refused(capsys, "run", "run.dir=run", "loop.iterations=1", status=1)
+    assert "the run has gone through 2 iterations" in said and "loop.iterations=2 or more" in said
+    assert paths.config.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [(("model", "init", "model.path="), "model.path"), (("tasks", "generate", "generate.out="), "generate.out")],
+)
+def test_an_empty_path_is_not_the_working_directory(capsys, place, words, option):
+    assert f"{option} is not set" in refused(capsys, *words)
 
 
 def test_other_evaluation_options_go_to_another_directory(capsys, place):

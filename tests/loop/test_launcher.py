@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from loop_commands import dummy_command
 from megatron_t1.config.compose import save
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import launcher as launcher_module
-from megatron_t1.loop.launcher import PhaseCommand, Stopped, last_lines, require_success
+from megatron_t1.loop.launcher import Exit, PhaseCommand, Stopped, last_lines, require_success
 from megatron_t1.loop.local import LocalLauncher
 from megatron_t1.loop.steps import Step
 from megatron_t1.processes import start_ticks
@@ -127,6 +128,18 @@ def test_kill_9_leaves_no_orphan(config, tmp_path, monkeypatch, victim):  # vllm
         assert wait_for(lambda: not left()), left()
     finally:
         loop.kill()
+
+
+def test_a_failure_on_a_full_disk_says_so(tmp_path, monkeypatch):
+    ended = Exit(code=1, log=tmp_path / "main.log", rank=None, tail="", seconds=1.0)
+    command = PhaseCommand("critic", "train", "module", ())
+    with pytest.raises(T1Error, match=r"^the critic phase failed"):
+        require_success(ended, command)
+    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(launcher_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(T1Error, match=r"^the disk is full \(0.0 MiB are free\); the critic phase failed") as caught:
+        require_success(ended, command)
+    assert caught.value.remedy.startswith("free some space")
 
 
 def test_last_lines_prefer_the_error_itself(tmp_path):

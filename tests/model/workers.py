@@ -182,3 +182,19 @@ def resume(directory: str, layout: dict[str, Any], role: str, dtype: str = "floa
         state = load_checkpoint(Path(directory) / "checkpoint", wrapped, None if model_only else optimizer)
         losses = train_steps(wrapped, optimizer, range(2, 4))
         return {"losses": losses, "state": state}
+
+
+def save_with_a_failing_rank(directory: str) -> list:
+    """Rank 0 fails in the middle of Megatron's save while the others wait in a collective of it."""
+    import torch.distributed as dist
+
+    from megatron_t1.model import checkpoint
+
+    def save(*_):
+        if dist.get_rank() == 0:
+            raise OSError(28, "No space left on device")
+        dist.barrier()
+
+    checkpoint.dist_checkpointing.save = save
+    train_and_save(directory, {"expert": 2}, "policy")
+    return []

@@ -69,6 +69,22 @@ def test_summary_says_where_to_look_next(run):
         assert words in text
 
 
+def test_lost_metrics_are_read_from_the_results(run):
+    paths = RunPaths.of(run)
+    before = shown(print_run, run)
+    for step in Manifest.read(paths.manifest).finished:
+        lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+        (line,) = (line for line in lines if (line["iteration"], line["phase"]) == (step.iteration, step.phase))
+        result = PhaseResult(step.phase, step.iteration, line["metrics"], line["timings_s"])
+        result.write(paths.phase(step.iteration, step.phase))
+    paths.metrics.write_bytes(b"\xff\xfe")  # no line at all
+    after = shown(print_run, run)
+    assert [row for row in before.splitlines() if "0.750" in row and "3.00" in row][0].split()[:4] == [
+        row.split()[:4] for row in after.splitlines() if "0.750" in row and "3.00" in row
+    ][0]
+    assert "0.12" in after and "nothing is finished" not in after
+
+
 def test_run_that_has_only_begun(tmp_path):
     Manifest.new(compose([f"run.dir={tmp_path}"])).write(RunPaths.of(tmp_path).manifest)
     assert "nothing is finished yet" in shown(print_run, tmp_path)
