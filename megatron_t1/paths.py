@@ -15,8 +15,32 @@ With W warm-up iterations, loop iteration i samples with policy max(0, i - W); p
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+_NUMBERED = re.compile(r"iter_(\d{4,18})", re.ASCII)
+
+
+def number_of(directory: str | Path) -> int | None:
+    """The iteration or version that a directory of a run is named after; None for a name that no run gives."""
+    name = Path(directory).name
+    found = _NUMBERED.fullmatch(name)
+    number = int(found[1]) if found else None
+    return number if number is not None and name == _name(number) else None
+
+
+def numbered(parent: str | Path) -> list[Path]:
+    """The directories in `parent` that are named after an iteration or version, in order; those of other names aren't
+    part of the run.
+    """
+    parent = Path(parent)
+    found = [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    return sorted((entry for entry in found if number_of(entry) is not None), key=number_of)
+
+
+def _name(number: int) -> str:
+    return f"iter_{number:04d}"
 
 
 @dataclass(frozen=True)
@@ -44,23 +68,23 @@ class RunPaths:
         return self.root / "tensorboard"
 
     def rollouts(self, iteration: int) -> Path:
-        return self.root / "rollouts" / f"iter_{iteration:04d}"
+        return self.root / "rollouts" / _name(iteration)
 
     def values(self, iteration: int) -> Path:
-        return self.root / "values" / f"iter_{iteration:04d}"
+        return self.root / "values" / _name(iteration)
 
     def checkpoint(self, role: str, version: int) -> Path:
-        return self.root / "checkpoints" / role / f"iter_{version:04d}"
+        return self.root / "checkpoints" / role / _name(version)
 
     def hf(self, policy: int, start: str | Path) -> Path:
         """Export of policy `policy`; policy 0 is the start model itself."""
-        return Path(start).resolve() if policy == 0 else self.root / "hf" / f"iter_{policy:04d}"
+        return Path(start).resolve() if policy == 0 else self.root / "hf" / _name(policy)
 
     def evaluation(self, policy: int) -> Path:
-        return self.root / "evaluations" / f"iter_{policy:04d}"
+        return self.root / "evaluations" / _name(policy)
 
     def phase(self, iteration: int, phase: str) -> Path:
-        return self.root / "phases" / f"iter_{iteration:04d}" / phase
+        return self.root / "phases" / _name(iteration) / phase
 
 
 @dataclass(frozen=True)

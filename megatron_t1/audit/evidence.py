@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ class Evidence:
             return Finding(Kind.LOG_MISSING, f"the record's pointer to it is {reference!r}")
         if not is_log(name) or Path(name).name != name:
             return Finding(Kind.LOG_MISSING, f"{name!r} is no name of a log")
-        if not (self.directory / name).is_file():
+        if not os.path.lexists(self.directory / name):
             return Finding(Kind.LOG_MISSING, f"{name} is not beside the record")
         log = self.log(name)
         if isinstance(log, IncompleteError):
-            return Finding(Kind.LOG_DAMAGED, f"{name}: {log.problem}")
+            return _finding(name, log)
         session = log.sessions.get(number)
         if session is None:
             return Finding(Kind.LOG_CUT, f"{name} has no session {number}")
@@ -66,7 +67,18 @@ class Evidence:
         for name in self.names():
             log = self.log(name)
             if isinstance(log, IncompleteError):
-                found.append(Finding(Kind.LOG_DAMAGED, f"{name}: {log.problem}"))
+                found.append(_finding(name, log))
             elif sealed and not log.sealed:
                 found.append(Finding(Kind.LOG_CUT, f"{name} ends after {log.whole} bytes without its last frame"))
         return found
+
+    def played(self) -> set[str]:
+        """Ids of all trajectories that a readable log has a session of."""
+        logs = [log for log in map(self.log, self.names()) if isinstance(log, ExchangeFile)]
+        return {session.trajectory for log in logs for session in log.sessions.values()}
+
+
+def _finding(name: str, error: IncompleteError) -> Finding:
+    """Of a log that couldn't be opened, or whose content is wrong."""
+    kind = Kind.UNREADABLE if isinstance(error.__cause__, OSError) else Kind.LOG_DAMAGED
+    return Finding(kind, f"{name}: {error.problem}")

@@ -1,4 +1,4 @@
-"""What can be wrong with a trajectory."""
+"""What can be wrong with a trajectory, or with the files of a rollout."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Kind(StrEnum):
     LOG_CUT = "exchange log cut"
     LOG_DAMAGED = "exchange log damaged"
     RESCORED = "another log-probability when scored again"
+    RECORDED = "not as the run recorded it"
+    NO_RECORD = "played, but without a record"
     UNREADABLE = "unreadable"
 
 
@@ -38,7 +40,8 @@ MASK = frozenset({Kind.NOT_SAMPLED, Kind.NOT_TRAINED, Kind.LAYOUT})
 LOGPROBS = frozenset({Kind.LOGPROB, Kind.LOGPROB_MISSING, Kind.RESCORED})
 ROUTES = frozenset({Kind.ROUTES_MISSING, Kind.ROUTES_CHANGED})
 CONTRACT = frozenset({Kind.CONTRACT, Kind.POLICY, Kind.TURN})
-EVIDENCE = frozenset({Kind.LOG_MISSING, Kind.LOG_FOREIGN, Kind.LOG_CUT, Kind.LOG_DAMAGED, Kind.UNREADABLE})
+LOGS = frozenset({Kind.LOG_MISSING, Kind.LOG_FOREIGN, Kind.LOG_CUT, Kind.LOG_DAMAGED})
+EVIDENCE = LOGS | {Kind.RECORDED, Kind.NO_RECORD, Kind.UNREADABLE}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from megatron_t1 import atomic
 from megatron_t1.audit.baseline import Baseline
 from megatron_t1.audit.rescore import Rescored
 from megatron_t1.audit.run import LONG_TURNS, TargetAudit
+from megatron_t1.errors import IncompleteError
+from megatron_t1.paths import number_of
 from megatron_t1.report.show import make_table
 
 FORMAT = "megatron-t1 audit"
@@ -75,6 +80,21 @@ def as_json(
         "totals": total(audits),
         "targets": targets,
     }
+
+
+def require_writable(path: str | Path) -> None:
+    """Raise IncompleteError unless a report can be written there; to be called before the work."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise IncompleteError(
+            f"the report can't be written: {error.strerror or error}", where=str(path), remedy="name another file"
+        ) from error
 
 
 def write(path: str | Path, report: dict[str, Any]) -> None:
@@ -170,15 +190,15 @@ def baseline_table(audits: Sequence[TargetAudit], baselines: Sequence[Baseline |
 
 def short_label(audit: TargetAudit) -> str:
     """my_run, rollout 3; outside a run the last part of the path."""
-    path = Path(audit.target.label).resolve()
-    if not audit.target.kind or audit.target.file is not None:
+    path, number = Path(audit.target.label).resolve(), number_of(audit.target.directory.resolve())
+    if not audit.target.kind or audit.target.file is not None or number is None:
         return path.name
-    return f"{path.parts[-3]}, {audit.target.kind.removesuffix('s')} {int(path.name.removeprefix('iter_'))}"
+    return f"{path.parts[-3]}, {audit.target.kind.removesuffix('s')} {number}"
 
 
 def _relative(path: str) -> str:
     """Relative to the working directory where it lies below: a report says nothing about the machine."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, RuntimeError, OSError):  # elsewhere, or a circle of links
         return path

@@ -14,10 +14,13 @@ from megatron_t1.audit.findings import CONTRACT, DRIFT, EVIDENCE, LOGPROBS, MASK
 from megatron_t1.audit.targets import Target
 from megatron_t1.audit.view import TrainedView, trained_views
 from megatron_t1.errors import T1Error
+from megatron_t1.phase import SMALL_BYTES, missing_outputs
 from megatron_t1.trajectory.record import IMPORTED, Trajectory
+from megatron_t1.trajectory.store import SUFFIX
 
 BATCH_TOKENS = 65536  # trajectories are laid out together, as in training, up to about this many tokens
 LONG_TURNS = 300
+SHOWN_NAMES = 5
 CLEAN, WRONG, UNREADABLE = 0, 1, 2  # exit statuses
 GROUPS = {"mask": MASK, "logprobs": LOGPROBS, "routes": ROUTES, "contract": CONTRACT, "evidence": EVIDENCE}
 
@@ -26,12 +29,12 @@ Visitor = Callable[[Trajectory, TrajectoryAudit], None]
 
 @dataclass
 class TargetAudit:
-    """What was found about one target: its trajectories, and its logs as files."""
+    """What was found about one target: its trajectories, and its files."""
 
     target: Target
     trajectories: list[TrajectoryAudit] = field(default_factory=list)
     files: list[Finding] = field(default_factory=list)
-    inputs: list[dict[str, Any]] = field(default_factory=list)  # path, size, sha256
+    inputs: list[dict[str, Any]] = field(default_factory=list)  # path, size, sha256; or path, unreadable
 
     def totals(self) -> dict[str, int]:
         """Sums over the trajectories, by what the report calls them."""
@@ -41,7 +44,8 @@ class TargetAudit:
             "clean": sum(audit.status == "clean" for audit in audits),
             "unproven": sum(audit.status == "unproven" for audit in audits),
             "wrong": sum(audit.status == "wrong" for audit in audits),
-            "unreadable": sum(audit.count({Kind.UNREADABLE}) for audit in audits),
+            "unreadable": sum(audit.count({Kind.UNREADABLE}) for audit in audits)
+            + sum(finding.kind == Kind.UNREADABLE for finding in self.files),
             "left_out_of_training": sum(bool(audit.trained) for audit in audits),
             "long": sum(audit.turns > LONG_TURNS for audit in audits),
             "most_turns": max((audit.turns for audit in audits), default=0),
@@ -63,9 +67,6 @@ def audit_target(target: Target, *, visit: Visitor | None = None) -> TargetAudit
 
     Args:
         visit: called with each readable record and what was found, while its arrays are at hand.
-
-    Raises:
-        IncompleteError: the target's index can't be read.
     """
     result = TargetAudit(target)
     evidence = Evidence(target.directory)
@@ -89,10 +90,39 @@ def audit_target(target: Target, *, visit: Visitor | None = None) -> TargetAudit
             if visit is not None:
                 visit(record, audit)
             result.trajectories.append(audit)
-    if target.file is None:
-        result.files = evidence.file_findings(sealed=target.is_sealed)
     result.inputs = [_input(path) for path in target.files()]
+    unreadable = target.unreadable()
+    result.files = [*target.problems, *unreadable, *_recorded(target, result.inputs)]
+    if target.file is None:
+        result.files += evidence.file_findings(sealed=target.is_sealed)
+        if target.is_sealed and not unreadable:  # nobody knows whose records are in a file that can't be read
+            result.files += _unrecorded_plays(evidence.played() - {audit.trajectory for audit in result.trajectories})
     return result
+
+
+def _recorded(target: Target, inputs: list[dict[str, Any]]) -> list[Finding]:
+    """The files against what the phase that wrote them recorded: names, sizes, SHA-256, and no record more."""
+    if target.result is None:
+        return []
+    assert target.root is not None
+    lines = missing_outputs(target.result, target.root)
+    recorded = {Path(file.path).name: file for file in target.result.outputs}
+    for item in inputs:
+        name = Path(item["path"]).name
+        known = recorded.get(name)
+        if known is None and name.endswith(SUFFIX):
+            lines.append(f"{target.directory.parent.name}/{target.directory.name}/{name}: nobody recorded this file")
+        elif known is not None and item.get("size") == known.size > SMALL_BYTES and item.get("sha256") != known.sha256:
+            lines.append(f"{known.path}: its SHA-256 is another one than was recorded")
+    return [Finding(Kind.RECORDED, line) for line in lines]
+
+
+def _unrecorded_plays(names: set[str]) -> list[Finding]:
+    """Of episodes whose exchange was logged. A play that was repeated has the record of the later one."""
+    if not names:
+        return []
+    shown = ", ".join(sorted(names)[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    return [Finding(Kind.NO_RECORD, f"{len(names)} episodes are in the exchange log only: {shown}")]
 
 
 def _audit(record: Trajectory, view: TrainedView, evidence: Evidence, expected: dict[str, Any]) -> TrajectoryAudit:
@@ -136,7 +166,10 @@ def _batches(records: Iterator[tuple[str, Trajectory | T1Error]]) -> Iterator[li
 
 
 def _input(path: Path) -> dict[str, Any]:
-    return {"path": str(path), "size": path.stat().st_size, "sha256": atomic.sha256_file(path)}
+    try:
+        return {"path": str(path), "size": path.stat().st_size, "sha256": atomic.sha256_file(path)}
+    except OSError as error:  # what can't be opened is a finding of whoever needed it
+        return {"path": str(path), "unreadable": error.strerror or str(error)}
 
 
 def _one_line(error: T1Error) -> str:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from megatron_t1.audit.baseline import Baseline, baseline_format
 from megatron_t1.audit.findings import TrajectoryAudit
-from megatron_t1.audit.report import as_json, print_report, write
+from megatron_t1.audit.report import as_json, print_report, require_writable, write
 from megatron_t1.audit.rescore import Rescored, can_rescore, choose, rescore
 from megatron_t1.audit.run import UNREADABLE, TargetAudit, audit_target, exit_status
-from megatron_t1.audit.targets import Target, find_targets
+from megatron_t1.audit.targets import Target, find_all
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.config.schema import EngineConfig
 from megatron_t1.errors import ConfigError, IncompleteError
-from megatron_t1.paths import Counters, RunPaths
+from megatron_t1.paths import Counters, RunPaths, number_of
 from megatron_t1.report.show import make_console
 from megatron_t1.trajectory.record import Trajectory
 
@@ -27,7 +27,9 @@ def audit(invocation: Invocation) -> int:
     """Exit status: 0 clean; 1 anything is wrong; 2 input that can't be read."""
     options = _options(invocation)
     try:
-        return _audit(options, [target for path in options.paths for target in find_targets(path)])
+        if options.report:
+            require_writable(options.report)
+        return _audit(options, find_all(options.paths))
     except IncompleteError as error:
         print(f"error: {error}", file=sys.stderr)
         return UNREADABLE
@@ -39,7 +41,8 @@ def _audit(options: argparse.Namespace, targets: list[Target]) -> int:
     rescored: list[Rescored | None] = []
     for target in targets:
         model = Path(options.model) if options.model else None
-        baseline = _Baseline(target, model, options.chat_format) if options.baseline else None
+        wants_baseline = options.baseline and target.holds_records
+        baseline = _Baseline(target, model, options.chat_format) if wants_baseline else None
         held: dict[str, tuple[Trajectory, TrajectoryAudit]] = {}
 
         def visit(record: Trajectory, found: TrajectoryAudit, baseline=baseline, held=held) -> None:
@@ -50,7 +53,8 @@ def _audit(options: argparse.Namespace, targets: list[Target]) -> int:
 
         audits.append(audit_target(target, visit=visit))
         baselines.append(baseline.counted if baseline is not None else None)
-        rescored.append(_rescore(target, held, options.rescore, model) if options.rescore else None)
+        wants_scores = options.rescore and target.holds_records
+        rescored.append(_rescore(target, held, options.rescore, model) if wants_scores else None)
     if options.report:
         write(options.report, as_json(audits, baselines, rescored))
     print_report(audits, baselines, rescored, make_console())
@@ -68,6 +72,13 @@ def _options(invocation: Invocation) -> argparse.Namespace:
     options = parser.parse_args(invocation.arguments)
     if options.rescore < 0:
         raise ConfigError("--rescore takes a number of trajectories")
+    if options.chat_format and not options.baseline:
+        raise ConfigError("--chat-format is of the baseline", remedy="say --baseline rerender as well, or leave it out")
+    if options.model and not (options.baseline or options.rescore):
+        raise ConfigError(
+            "--model is of the baseline and of the scores",
+            remedy="say --baseline rerender or --rescore N, or leave it out",
+        )
     return options
 
 
@@ -104,8 +115,9 @@ def _rescore(
 
 def _model_of(target: Target, option: str) -> Path:
     """The model directory that sampled a target's records: the run's export of that policy."""
-    if target.run is None:
+    if target.run is None or not target.kind:
         raise ConfigError(f"{option} needs --model DIR: {target.label} belongs to no run")
-    number = int(target.directory.name.removeprefix("iter_"))
+    number = number_of(target.directory.resolve())
+    assert number is not None
     policy = number if target.kind == "evaluations" else Counters(number, target.run.loop.warmup_iterations).policy
     return RunPaths.of(target.run.run.dir).hf(policy, target.run.model.path)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
+from megatron_t1.config.compose import load_run_config
+from megatron_t1.config.inputs import is_run
 from megatron_t1.config.schema import RewardConfig
-from megatron_t1.errors import ConfigError, IncompleteError
+from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.importing.foreign import Foreign, read_contract, write
 from megatron_t1.importing.harbor import read_trials
 from megatron_t1.importing.jsonlines import read_lines
+from megatron_t1.loop.lock import RunLock
+from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.loop.steps import total_iterations
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
+from megatron_t1.trajectory.exchange import log_names
+from megatron_t1.trajectory.record import Trajectory
 from megatron_t1.trajectory.selection import select
-from megatron_t1.trajectory.store import RolloutStore
+from megatron_t1.trajectory.store import SUFFIX, RolloutStore
 
 
 def jsonl(invocation: Invocation) -> int:
@@ -45,6 +53,14 @@ def _options(invocation: Invocation, name: str) -> argparse.Namespace:
     options = parser.parse_args(invocation.arguments)
     if bool(options.out) == bool(options.run) or (options.run is None) != (options.iteration is None):
         raise ConfigError("name one place: --out DIR, or --run RUN --iteration N", where=name)
+    if options.iteration is not None and options.iteration < 0:
+        raise ConfigError(f"--iteration {options.iteration}: iterations count from 0", where=name)
+    if options.run and not is_run(RunPaths.of(options.run).root):
+        raise IncompleteError(
+            "there is no run", where=options.run, remedy="name the run.dir of a `t1 run`, or write to --out DIR"
+        )
+    if name.endswith("harbor") and not math.isfinite(options.scale):
+        raise ConfigError(f"--scale {options.scale}: expected a finite number", where=name)
     return options
 
 
@@ -58,12 +74,11 @@ def _write(options: argparse.Namespace, found: Iterable[Foreign | str]) -> int:
             where=", ".join(options.paths),
             remedy="record them: Harbor's agents do with collect_rollout_details=true",
         )
-    out = Path(options.out) if options.out else RunPaths.of(options.run).rollouts(options.iteration)
-    records = write(foreign, out)
-    if options.run:
-        paths = RunPaths.of(options.run)
-        result = PhaseResult("rollout", options.iteration, outputs=RolloutStore(out).written_files(paths.root))
-        result.write(paths.phase(options.iteration, "rollout"))
+    if options.out:
+        out = Path(options.out)
+        records = write(foreign, out)
+    else:
+        out, records = _write_rollout(foreign, RunPaths.of(options.run), options.iteration)
     selection = select(records)
     proven = sum(bool(item.exchanges) for item in foreign)
     print(f"{len(records)} trajectories, {sum(map(len, records)):,} tokens, "
@@ -75,3 +90,41 @@ def _write(options: argparse.Namespace, found: Iterable[Foreign | str]) -> int:
         print(f"{len(skipped)} trials without token ids were left out, for example {skipped[0]}")
     print(f"next: t1 audit {out}")
     return 0
+
+
+def _write_rollout(foreign: list[Foreign], paths: RunPaths, iteration: int) -> tuple[Path, list[Trajectory]]:
+    """Store trajectories as the finished rollout of an iteration that has none; nobody else changes the run meanwhile.
+
+    Raises:
+        T1Error: a loop works on the run, it has no such iteration, the step is finished, or records lie in its
+            directory.
+    """
+    out, directory = paths.rollouts(iteration), paths.phase(iteration, "rollout")
+    with RunLock(paths.root):
+        manifest, total = Manifest.read(paths.manifest), total_iterations(load_run_config(paths.root).loop)
+        if iteration >= total:
+            raise T1Error(
+                f"the run has {total} iterations, counted from 0, and so none with the number {iteration}",
+                where=str(paths.root),
+                remedy="name another iteration, or begin a run with more (loop.warmup_iterations, loop.iterations)",
+            )
+        if (iteration, "rollout") in manifest.keys:
+            raise T1Error(
+                f"the rollout of iteration {iteration} is finished",
+                where=str(paths.manifest),
+                remedy="name an iteration that has none, or write to --out DIR",
+            )
+        if any(out.glob(f"*{SUFFIX}")) or log_names(out):
+            raise T1Error(
+                f"records of iteration {iteration} are there already",
+                where=str(out),
+                remedy="name another iteration, or move this directory away first",
+            )
+        records = write(foreign, out)
+        result = PhaseResult("rollout", iteration, outputs=RolloutStore(out).written_files(paths.root))
+        result.write(directory)
+        manifest.finished.append(
+            FinishedStep.of(result, directory, launch="import", inputs={}, seconds=0.0, attempts=1)
+        )
+        manifest.write(paths.manifest)
+    return out, records

@@ -46,6 +46,12 @@ def inspect(invocation: Invocation) -> int:
     parser.add_argument("--tokenizer", metavar="DIR")
     parser.add_argument("--all", action="store_true")
     options = parser.parse_args(invocation.arguments)
+    if Path(options.file).is_dir():
+        raise IncompleteError(
+            "this is a directory; `t1 inspect` shows one record, shard or exchange log",
+            where=options.file,
+            remedy="name a file in it; `t1 show RUN` shows a run, `t1 audit DIR` checks all records of a directory",
+        )
     from megatron_t1.report.record_view import print_file
 
     print_file(options.file, trajectory=options.trajectory, tokenizer=options.tokenizer, every_span=options.all)

@@ -39,9 +39,10 @@ def _status(tree, patches, options: argparse.Namespace) -> int:
     findings = operations.status(tree, patches, options.only)
     print(f"{tree.root}: megatron-core {tree.version or 'of unknown version'}")
     _print_findings(findings, patches)
-    if operations.interrupted(tree):
+    cut_off = operations.interrupted(tree)
+    if cut_off:
         print("A change of this checkout is being made, or was cut off: the next apply or revert takes it back first.")
-    return int(any(finding.state in ("conflict", "damaged") for finding in findings))
+    return int(cut_off or any(finding.state in ("conflict", "damaged") for finding in findings))
 
 
 def _apply(tree, patches, options: argparse.Namespace) -> int:

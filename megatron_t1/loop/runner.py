@@ -195,17 +195,13 @@ class Runner:
         directory = self.paths.phase(result.iteration, result.phase)
         self.metrics.append(result, seconds=seconds)
         self.manifest.finished.append(
-            FinishedStep(
-                iteration=result.iteration,
-                phase=result.phase,
-                result_sha256=atomic.sha256_file(directory / RESULT_FILE),
+            FinishedStep.of(
+                result,
+                directory,
                 launch=launch,
                 inputs=_read_json(directory / LAUNCH_FILE).get("inputs", {}),
                 seconds=seconds,
                 attempts=attempts,
-                output_files=len(result.outputs),
-                output_bytes=sum(file.size for file in result.outputs),
-                finished_at=time.time(),
             )
         )
         self.manifest.write(self.paths.manifest)

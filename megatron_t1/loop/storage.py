@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.manifest import Manifest
 from megatron_t1.loop.steps import Key, Step, predecessors
-from megatron_t1.paths import RunPaths
+from megatron_t1.paths import RunPaths, number_of, numbered
 
 FLOOR_BYTES = 256 * 2**20  # logs and what can't be foreseen
 GROWTH = 1.2  # a phase may write this much more than its last execution did
@@ -64,7 +63,7 @@ def retire(config: Config, manifest: Manifest) -> list[Path]:
         ("hf", paths.root / "hf"),
     ):
         for directory in _versions(parent):
-            version = int(directory.name.removeprefix("iter_"))
+            version = number_of(directory)
             recent = version > newest[role] - config.train.keep_checkpoints
             if not recent and version not in kept[role]:
                 _remove(directory)
@@ -87,9 +86,7 @@ def _versions(parent: Path) -> list[Path]:
         return []
     for leftover in parent.glob(f"*{DELETING}"):
         shutil.rmtree(leftover, ignore_errors=True)
-    return sorted(
-        entry for entry in parent.iterdir() if re.fullmatch(r"iter_\d+", entry.name) and not entry.is_symlink()
-    )
+    return [directory for directory in numbered(parent) if not directory.is_symlink()]
 
 
 def _remove(directory: Path) -> None:

@@ -12,6 +12,7 @@ import libcst as cst
 from megatron_t1.patching.declaration import Edit
 from megatron_t1.patching.errors import DeclarationError, PlaceError
 from megatron_t1.patching.fingerprint import form, local_names
+from megatron_t1.patching.marks import MARK
 from megatron_t1.patching.places import Found, find_places
 from megatron_t1.patching.syntax import Source, Target, assigned_names, calls, replaced
 
@@ -161,7 +162,7 @@ def _own_statements(edit: Edit, names: Mapping[str, str], patch: str) -> list[cs
     if any(line.comment for line in module.footer) or not module.body:
         raise DeclarationError("the lines end in a comment, which has no statement", where=f"{patch}: {edit.target}")
     statements = list(module.body)
-    mark = cst.EmptyLine(comment=cst.Comment(f"# t1 patch: {patch}"))
+    mark = cst.EmptyLine(comment=cst.Comment(f"{MARK}{patch}"))
     above = [line for line in (*module.header, *statements[0].leading_lines) if line.comment]
     statements[0] = statements[0].with_changes(leading_lines=[mark, *above])
     return statements

@@ -15,7 +15,7 @@ from megatron_t1.patching.syntax import Source
 from megatron_t1.patching.tree import Tree
 
 _REPLACED = f"where the files were replaced as a whole (another branch, a reinstall), delete {RECORD}"
-State = Literal["applied", "damaged", "there", "not needed", "applicable", "conflict"]
+State = Literal["applied", "damaged", "interrupted", "there", "not needed", "applicable", "conflict"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Finding:
     """One patch on one checkout.
 
     Attributes:
-        state: "applied": by this tool, recorded. "damaged": recorded, but its lines were changed since. The others are
-            those of an `Attempt`.
+        state: "applied": by this tool, recorded. "damaged": recorded, but its lines were changed since.
+            "interrupted": a change of its files was cut off, or is being made. The others are those of an `Attempt`.
         files: that it would change, or has changed.
     """
 

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_t1.atomic import TEMPORARY_SUFFIX, replacing
@@ -91,6 +92,51 @@ def commit(tree: Tree, changes: Mapping[str, tuple[bytes, bytes]], record: bytes
     _write(tree, JOURNAL, None)
 
 
+@dataclass(frozen=True)
+class Journal:
+    """What a change that isn't over was about to do.
+
+    Attributes:
+        files: SHA-256 of their contents before and after, by path.
+        before: their old contents.
+        counts: whether the record says that the change is made; only the journal is left then.
+        temporaries: what its writer may have left beside the files.
+    """
+
+    files: Mapping[str, Mapping[str, str]]
+    before: Mapping[str, bytes]
+    counts: bool
+    temporaries: tuple[Path, ...]
+
+
+def read_journal(tree: Tree) -> Journal:
+    """The journal of a checkout that has one.
+
+    Raises:
+        PatchError: it is damaged.
+    """
+    try:
+        raw = json.loads(tree.read(JOURNAL))
+        files = raw["files"]
+        for entry in files.values():
+            if not all(isinstance(entry[key], str) for key in ("before_sha256", "after_sha256")):
+                raise TypeError("a file's SHA-256 is no text")
+        process = int(raw["pid"])
+        paths = [tree.path(file) for file in files]
+        return Journal(
+            files=files,
+            before={file: unpack(entry["before_zlib_base64"]) for file, entry in files.items()},
+            counts=raw["record_sha256"] == (sha256(tree.read(RECORD)) if tree.has(RECORD) else None),
+            temporaries=tuple(path.with_name(f"{path.name}.{process}{TEMPORARY_SUFFIX}") for path in paths),
+        )
+    except Exception as error:
+        raise PatchError(
+            f"the journal of an interrupted change is damaged: {type(error).__name__}: {error}",
+            where=str(tree.root / JOURNAL),
+            remedy="bring the files back with git, then delete the journal",
+        ) from error
+
+
 def recover(tree: Tree, unwritten: Collection[str] = ()) -> bool:
     """Finish or take back a change that was cut off. Call it while the lock is held.
 
@@ -108,27 +154,14 @@ def recover(tree: Tree, unwritten: Collection[str] = ()) -> bool:
     if not tree.has(JOURNAL):
         return False
     where = str(tree.root / JOURNAL)
-    try:
-        journal = json.loads(tree.read(JOURNAL))
-        files = journal["files"]
-        counts = journal["record_sha256"] == (sha256(tree.read(RECORD)) if tree.has(RECORD) else None)
-        process = int(journal["pid"])
-        before = {file: unpack(entry["before_zlib_base64"]) for file, entry in files.items()}
-        paths = [tree.path(file) for file in files]
-        temporaries = [path.with_name(f"{path.name}.{process}{TEMPORARY_SUFFIX}") for path in paths]
-    except Exception as error:
-        raise PatchError(
-            f"the journal of an interrupted change is damaged: {error}",
-            where=where,
-            remedy="bring the files back with git, then delete the journal",
-        ) from error
+    journal = read_journal(tree)
     restore = {}
-    for file, entry in files.items() if not counts else ():
+    for file, entry in journal.files.items() if not journal.counts else ():
         now = sha256(tree.read(file)) if tree.has(file) else None
         if file in unwritten:
             continue
         if now == entry["after_sha256"]:
-            restore[file] = before[file]
+            restore[file] = journal.before[file]
         elif now != entry["before_sha256"]:
             raise PatchError(
                 "the file was edited after a change of it was cut off",
@@ -137,7 +170,7 @@ def recover(tree: Tree, unwritten: Collection[str] = ()) -> bool:
             )
     for file, contents in restore.items():
         _write(tree, file, contents)
-    for temporary in temporaries:
+    for temporary in journal.temporaries:
         temporary.unlink(missing_ok=True)
     _write(tree, JOURNAL, None)
     return bool(restore)

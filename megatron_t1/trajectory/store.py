@@ -168,6 +168,37 @@ class RolloutStore:
             raise IncompleteError("there is no such shard", where=str(self.directory / shard))
         return sorted(self._list_shards()[shard].items)
 
+    def survey(self, only: str = "") -> tuple[dict[str, str], dict[str, T1Error]]:
+        """What can be read where files are damaged: id -> name of its file, sorted; and name -> what is wrong with it.
+
+        Args:
+            only: name of the one file to look at.
+        """
+        places: dict[str, str] = {}
+        unreadable: dict[str, T1Error] = {}
+        names = [only] if only else self._files()
+        for name in sorted(names, key=lambda name: not name.endswith(SHARD_SUFFIX)):  # a single file is read first
+            try:
+                if name.endswith(SHARD_SUFFIX):
+                    places.update(dict.fromkeys(self._open_shard(name).items, name))
+                else:
+                    places[check_id(name.removesuffix(SUFFIX))] = name
+            except T1Error as error:
+                unreadable[name] = error
+        return dict(sorted(places.items())), unreadable
+
+    def load_from(self, name: str, trajectory_id: str, *, verify: bool = False) -> Trajectory:
+        """The record in the file of that name (see `survey`), or where it was sealed since. Raises as `load`."""
+        if name.endswith(SHARD_SUFFIX):
+            return self._open_shard(name).load(trajectory_id, verify=verify)
+        try:
+            return self._load_single(trajectory_id, verify=verify)
+        except IncompleteError:
+            now = self.survey()[0].get(trajectory_id, name)
+            if now == name:
+                raise
+            return self.load_from(now, trajectory_id, verify=verify)
+
     def __contains__(self, trajectory_id: str) -> bool:
         single = self._single(check_id(trajectory_id)).is_file()
         return single or self._shard_of(trajectory_id) is not None
@@ -258,9 +289,14 @@ class RolloutStore:
 
     def _list_shards(self) -> dict[str, _Shard]:
         for name in self._files():
-            if name.endswith(SHARD_SUFFIX) and name not in self._shards:
-                self._shards[name] = _Shard(self.directory / name)
+            if name.endswith(SHARD_SUFFIX):
+                self._open_shard(name)
         return self._shards
+
+    def _open_shard(self, name: str) -> _Shard:
+        if name not in self._shards:
+            self._shards[name] = _Shard(self.directory / name)
+        return self._shards[name]
 
     def _files(self) -> list[str]:
         try:

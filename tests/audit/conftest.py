@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_t1 import atomic
 from megatron_t1.config.compose import save
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.loading import write_task
 from megatron_t1.environment.task import Task, TaskContent
+from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import RESULT_FILE, PhaseResult
 from megatron_t1.rollout.phase import run_phases
 from megatron_t1.trajectory.exchange import log_names
 from megatron_t1.trajectory.record import Trajectory
@@ -35,6 +39,19 @@ def make_config(run_dir: Path, tasks: Path, model: Path) -> Config:
     return config
 
 
+def keep_books(config: Config, results: dict[str, PhaseResult]) -> None:
+    """What the loop writes after phases of iteration 0: their results, config.yaml and the manifest."""
+    paths = RunPaths.of(config.run.dir)
+    save(config, paths.config)
+    manifest = Manifest.new(config)
+    for phase, result in results.items():
+        result.write(paths.phase(0, phase))
+        digest = atomic.sha256_file(paths.phase(0, phase) / RESULT_FILE)
+        size = sum(file.size for file in result.outputs)
+        manifest.finished.append(FinishedStep(0, phase, digest, "x", {}, 1.0, 1, len(result.outputs), size, 0.0))
+    manifest.write(paths.manifest)
+
+
 @pytest.fixture(scope="session")
 def played(tiny_model, tmp_path_factory):  # noqa: F811
     """A run directory with a sealed rollout of 6 episodes and an evaluation of 4; not to be changed."""
@@ -42,8 +59,7 @@ def played(tiny_model, tmp_path_factory):  # noqa: F811
     config = make_config(root / "run", root / "tasks", tiny_model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_t1.rollout.phase.VllmServer", FakeServer)
-        run_phases(config, 0, ("rollout", "evaluation"))
-    save(config, root / "run/config.yaml")
+        keep_books(config, run_phases(config, 0, ("rollout", "evaluation")))
     return root / "run"
 
 
@@ -81,6 +97,8 @@ class Copy:
 
 @pytest.fixture
 def copy(run) -> Copy:
+    """One whose phases' results are gone, so that only what is in the directory speaks."""
+    shutil.rmtree(run / "phases")
     return Copy(run / ROLLOUT)
 
 

@@ -15,12 +15,11 @@ from megatron_t1.audit.rescore import rescore
 from megatron_t1.audit.run import audit_target
 from megatron_t1.audit.targets import find_targets
 from megatron_t1.cli import main
-from megatron_t1.config.compose import save
 from megatron_t1.config.schema import EngineConfig
 from megatron_t1.rollout.phase import run_phases
 from megatron_t1.trajectory.record import Origin
 from megatron_t1.trajectory.store import RolloutStore
-from tests.audit.conftest import ROLLOUT, Copy, edited, make_config
+from tests.audit.conftest import ROLLOUT, Copy, edited, keep_books, make_config
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -34,8 +33,7 @@ def real(tiny_model, tmp_path_factory):
     config.env.min_turns = config.env.max_turns = 12
     config.rollout.max_context, config.rollout.max_tokens_per_turn = 1024, 24
     config.rollout.engine.omp_threads = 1
-    run_phases(config, 0, ("rollout",))
-    save(config, root / "run/config.yaml")
+    keep_books(config, run_phases(config, 0, ("rollout",)))
     return root / "run"
 
 

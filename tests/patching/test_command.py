@@ -6,7 +6,9 @@ import pytest
 
 from megatron_t1.cli import main
 from megatron_t1.patching.record import RECORD
+from megatron_t1.patching.transaction import JOURNAL
 from tests.patching.conftest import ROUTER, contents, make_tree
+from tests.patching.test_transaction import interrupted
 
 
 @pytest.fixture
@@ -68,3 +70,45 @@ def test_help_lists_the_actions(capsys):
     assert status == 0
     for word in ("status", "diff", "apply", "revert", "--only", "--dry-run"):
         assert word in said
+
+
+def lost_record(tree, declared, capsys):
+    options = ["--checkout", str(tree.root), "--patches", declared]
+    assert t1(capsys, "apply", *options)[0] == 0
+    (tree.root / RECORD).unlink()
+    return options
+
+
+def test_lines_of_ours_without_a_record_are_recognised(tree, declared, capsys):
+    options = lost_record(tree, declared, capsys)
+    patched = contents(tree.root)
+    status, said = t1(capsys, "revert", *options)
+    assert status == 1 and f"applied by this tool, but {RECORD}" in said and "nothing to do" not in said
+    assert "git checkout -- megatron/" in said and contents(tree.root) == patched
+    status, said = t1(capsys, "status", *options)
+    assert status == 0 and "there" in said and f"{RECORD} is missing" in said
+    assert said.count("applied by this tool") == 2 and said.count("by hand") == 1  # "scale" leaves no comment
+
+
+def test_a_tree_without_our_lines_has_nothing_to_revert(tree, declared, capsys):
+    status, said = t1(capsys, "revert", "--checkout", str(tree.root), "--patches", declared)
+    assert status == 0 and "nothing to do" in said
+
+
+def test_half_applied_patches_arent_there(tree, patches, declared, tmp_path, capsys):
+    options = ["--checkout", str(tree.root), "--patches", declared]
+    before = contents(tree.root)
+    interrupted(tree, patches, tmp_path)
+    status, said = t1(capsys, "status", *options)
+    assert status == 1 and "there  " not in said and said.count("interrupted") == 3 and "cut off" in said
+    assert t1(capsys, "revert", *options)[0] == 0 and contents(tree.root) == before
+    assert t1(capsys, "status", *options)[0] == 0
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "5", "null", '{"pid": 1, "record_sha256": "1", "files": {"a": 1}}'])
+def test_a_damaged_journal_has_exit_status_1(tree, patches, declared, tmp_path, capsys, damage):
+    interrupted(tree, patches, tmp_path)
+    (tree.root / JOURNAL).write_text(damage)
+    status, said = t1(capsys, "status", "--checkout", str(tree.root), "--patches", declared)
+    assert status == 1 and "there  " not in said and "journal of an interrupted change is damaged" in said
+    assert "bring the files back with git, then delete the journal" in said

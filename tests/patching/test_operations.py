@@ -157,7 +157,9 @@ def test_a_change_made_by_hand_is_recognised(tree, patches, tmp_path):
     before = contents(tree.root)
     assert states(tree, patches) == dict.fromkeys(("ask", "scale", "training"), "there")
     assert operations.apply(tree, patches)[0].patches == ()
-    assert operations.revert(tree, patches).patches == ()
+    with pytest.raises(PatchError, match=f"ask, training: applied by this tool, but {RECORD}") as caught:
+        operations.revert(tree, patches)
+    assert "Where a fork committed the patched files, nothing is to be done" in caught.value.remedy
     assert contents(tree.root) == before
 
 
