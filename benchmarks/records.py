@@ -5,7 +5,8 @@
 Write: a record with its routes, to a file in DIR (complete or absent; the bytes are hashed while they are written).
 `no fsync` leaves out waiting for the disk, which is another machine's business. Read: the file is in the page cache;
 its routes are mapped and every byte of them is used once (summed). `memcpy`, `SHA-256` and `write bytes` handle as many
-bytes, as yardsticks.
+bytes, as yardsticks. CPU: of all threads together; a record is hashed in one while another writes, so that on two free
+cores it takes the longer of both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +30,14 @@ from megatron_t1.trajectory.exchange_reader import read_exchange, rebuild
 from megatron_t1.trajectory.record import EndReason, Header, Origin, Trajectory, Verdict, load, save
 
 TURNS = 300
+
+
+@dataclass
+class Times:
+    """Seconds of each repetition."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
 
 def main() -> None:
@@ -46,12 +56,12 @@ def main() -> None:
         f"routes of {shape}: {record.routes.nbytes / 1e6:.1f} MB; median and best of {options.repeat}", highlight=False
     )
     table = make_table()
-    for title in ("step", "ms", "best", "GB/s of routes", "best"):
+    for title in ("step", "ms", "best", "CPU ms", "GB/s of routes", "best", "by CPU"):
         table.add_column(title, justify="left" if title == "step" else "right")
     for name, times in rows.items():
-        middle, best = median(times), min(times)
-        speeds = (f"{record.routes.nbytes / seconds / 1e9:.2f}" for seconds in (middle, best))
-        table.add_row(name, f"{middle * 1e3:.1f}", f"{best * 1e3:.1f}", *speeds)
+        seconds = (median(times.wall), min(times.wall), median(times.cpu))
+        speeds = (f"{record.routes.nbytes / taken / 1e9:.2f}" for taken in seconds)
+        table.add_row(name, *(f"{taken * 1e3:.1f}" for taken in seconds), *speeds)
     console.print(table)
     fields = sum(array.nbytes for name, array in record.arrays().items() if name != "routes")
     console.print(
@@ -93,7 +103,7 @@ def make_record(options: argparse.Namespace) -> Trajectory:
     )
 
 
-def measure_record(record: Trajectory, scratch: Path, repeat: int) -> dict[str, list[float]]:
+def measure_record(record: Trajectory, scratch: Path, repeat: int) -> dict[str, Times]:
     path = scratch / "record.safetensors"
     save(record, path)
 
@@ -101,7 +111,11 @@ def measure_record(record: Trajectory, scratch: Path, repeat: int) -> dict[str, 
         return record.noting(again=time.perf_counter_ns())  # whose digest isn't known yet
 
     def new_file() -> Path:
-        return scratch / f"{time.perf_counter_ns()}.safetensors"
+        return scratch / f"{time.perf_counter_ns()}.new"
+
+    def clean() -> None:
+        for made in scratch.glob("*.new"):
+            made.unlink()
 
     def write() -> None:
         save(fresh(), new_file())
@@ -136,7 +150,7 @@ def measure_record(record: Trajectory, scratch: Path, repeat: int) -> dict[str, 
         "map and use every byte": read,
         "read and compare the digest": read_verified,
     }
-    return interleaved(steps, repeat)
+    return interleaved(steps, repeat, clean)
 
 
 def measure_log(record: Trajectory, scratch: Path, repeat: int) -> dict[str, float]:
@@ -174,18 +188,23 @@ def measure_log(record: Trajectory, scratch: Path, repeat: int) -> dict[str, flo
             rebuild(session)
 
     times = interleaved({"write": write, "hash": digest, "read": read}, repeat)
-    return {**{name: median(seconds) for name, seconds in times.items()}, "bytes": sizes[-1]}
+    return {**{name: median(taken.wall) for name, taken in times.items()}, "bytes": sizes[-1]}
 
 
-def interleaved(steps: dict[str, Callable[[], None]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of each step; the steps take turns, so that a busy moment hits all of them."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeat + 1):
+def interleaved(
+    steps: dict[str, Callable[[], None]], repeat: int, clean: Callable[[], None] = lambda: None
+) -> dict[str, Times]:
+    """Times of each step, without `clean` after it and the first round. Steps take turns: so does a busy moment."""
+    times = {name: Times() for name in steps}
+    for index in range(repeat + 1):
         for name, step in steps.items():
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             step()
-            times[name].append(time.perf_counter() - began)
-    return {name: seconds[1:] for name, seconds in times.items()}
+            if index:
+                times[name].wall.append(time.perf_counter() - began)
+                times[name].cpu.append(time.process_time() - worked)
+            clean()
+    return times
 
 
 if __name__ == "__main__":

@@ -8,105 +8,25 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_t1.loop.manifest import Manifest
 from megatron_t1.loop.steps import all_steps
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs
 from megatron_t1.report.metrics import read_metrics
 from megatron_t1.trajectory.record import Origin
 from megatron_t1.trajectory.store import RolloutStore
+from tests.importing.exporting import export
+from tests.workshop import MARK, Workshop, played, records, wait_until
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parent.parent
-MARK = "T1_TEST_MARK"
-SIZES = (
-    "generate.train=12 generate.held_out=6 generate.demonstrations=150 generate.workers=4 "
-    "train.sft.tokens=5000 train.sft.holdout=10 train.critic.minibatches=2 train.critic.warmup_epochs=1 "
-    "loop.warmup_iterations=1 loop.iterations=1 rollout.tasks_per_iteration=4 rollout.samples_per_task=3 "
-    "rollout.seeded=true rollout.engine.chunked_prefill=false rollout.engine.omp_threads=1 eval.attempts=2"
-).split()
-
-
-class Workshop:
-    """One directory in which `t1` is used; every process started from here carries a mark."""
-
-    def __init__(self, directory: Path):
-        self.directory, self.mark = directory, uuid.uuid4().hex
-        # Episodes run as another user, who may not pass through pytest's own directories.
-        self.scratch = Path(tempfile.gettempdir()) / f"t1-test-{self.mark}"
-        self.scratch.mkdir(mode=0o711)
-        self.options = [
-            "experiment=quickstart", *SIZES,
-            f"generate.out={directory}/tasks", f"env.tasks={directory}/tasks/train",
-            f"eval.tasks={directory}/tasks/held_out", f"train.sft.demonstrations={directory}/demonstrations",
-        ]  # fmt: skip
-
-    def start(self, *words: str) -> subprocess.Popen:
-        # To a file: a pipe that nobody reads would stop the loop.
-        self.output = self.directory / f"output.{uuid.uuid4().hex[:8]}"
-        with open(self.output, "wb") as file:
-            return subprocess.Popen(
-                [sys.executable, "-m", "megatron_t1.cli", *words],
-                cwd=self.directory,
-                env={**os.environ, "PYTHONPATH": str(ROOT), MARK: self.mark, "TMPDIR": str(self.scratch)},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-
-    def t1(self, *words: str, status: int = 0, timeout_s: float = 400.0) -> str:
-        """Output of a finished command, which must end with `status` and leave no process."""
-        process = self.start(*words)
-        try:
-            process.wait(timeout_s)
-        finally:
-            process.kill()
-        said = self.output.read_text()
-        assert process.returncode == status, f"t1 {' '.join(words)}: status {process.returncode}\n{said[-4000:]}"
-        assert "Traceback" not in said
-        self.no_process_is_left()
-        return said
-
-    def run(self, name: str, *more: str, status: int = 0) -> str:
-        return self.t1(*self.run_words(name), *more, status=status)
-
-    def run_words(self, name: str) -> list[str]:
-        return ["run", *self.options, f"model.path={self.directory}/sft/model", f"run.dir={self.directory}/{name}"]
-
-    def processes(self) -> list[str]:
-        """Command lines of what runs with the mark, or from this directory."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                words = " ".join(process.cmdline())
-                if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                    places = (str(self.directory), str(self.scratch))
-                    if process.environ().get(MARK) == self.mark or any(place in words for place in places):
-                        found.append(f"{process.pid} {words[:150]}")
-            except (psutil.Error, OSError):
-                continue
-        return found
-
-    def no_process_is_left(self) -> None:
-        wait_until(lambda: not self.processes(), 30, lambda: "\n".join(self.processes()))
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float, explain: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain\n{explain()}"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +49,6 @@ def finished(workshop) -> RunPaths:
     said = workshop.run("run")
     assert "done:" in said
     return RunPaths.of(workshop.directory / "run")
-
-
-def records(directory: Path) -> dict[str, str]:
-    """id -> digest of what was played, as it lies there."""
-    store = RolloutStore(directory)
-    return {name: store.load(name, verify=True).digest for name in store.ids()}
-
-
-def played(directory: Path) -> dict[str, list[int]]:
-    return {record.header.trajectory_id: record.ids.tolist() for record in RolloutStore(directory)}
 
 
 def test_a_run_leaves_what_it_says(workshop, finished):
@@ -175,6 +85,23 @@ def test_a_run_leaves_what_it_says(workshop, finished):
     assert metrics[2, "evaluation"]["evaluation/episodes"] == 12
     assert not (finished.root / "loop.lock").exists()
     assert "nothing is left to do" in workshop.run("run")
+
+
+def test_an_imported_rollout_trains_to_the_same_losses(workshop, finished):
+    """The run's rollouts as JSON lines, imported into another run: Megatron computes the same from either."""
+    paths = RunPaths.of(workshop.directory / "imported")
+    options = ["--options", *workshop.options, f"model.path={workshop.directory}/sft/model"]
+    for iteration in (0, 1):
+        lines = workshop.directory / f"rollout_{iteration}.jsonl"
+        assert export(finished.rollouts(iteration), lines) == 12
+        words = ["import", "jsonl", str(lines), "--run", str(paths.root), "--iteration", str(iteration)]
+        assert "12 with the requests that made them; PPO can train on 12" in workshop.t1(*words, *options)
+        options = []  # the run has begun
+    assert "nothing is wrong" in workshop.t1("audit", str(paths.root))
+    for iteration, role in ((0, "critic"), (1, "critic"), (1, "actor")):
+        workshop.t1("train", role, f"run.dir={paths.root}", f"iteration={iteration}")
+        original, again = (PhaseResult.read(run.phase(iteration, role)).metrics for run in (finished, paths))
+        assert again == pytest.approx(original, rel=1e-6, nan_ok=True), role
 
 
 def test_show_and_transcript(workshop, finished):

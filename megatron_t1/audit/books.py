@@ -13,7 +13,7 @@ from megatron_t1.audit.findings import Finding, Kind
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
-from megatron_t1.loop.manifest import Manifest
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths, number_of, numbered
 from megatron_t1.phase import RESULT_FILE, PhaseResult, WrittenFile
 

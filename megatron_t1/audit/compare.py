@@ -162,7 +162,8 @@ def _tokens(trajectory: Trajectory, view: TrainedView, exchanged: Exchanged, ali
     at, was = alignment.pairs(len(view.ids), len(exchanged.ids))
     turn, findings = trajectory.turn, []
     loss, sampled = view.loss_mask[at], exchanged.sampled[was]
-    excluded = np.zeros(len(at), bool) if trajectory.excluded is None else trajectory.excluded[at]
+    own_mask = trajectory.excluded is not None and IMPORTED in trajectory.header.extra
+    excluded = trajectory.excluded[at] if own_mask else np.zeros(len(at), bool)
     for kind, wrong in ((Kind.NOT_SAMPLED, loss & ~sampled), (Kind.NOT_TRAINED, sampled & ~loss & ~excluded)):
         if wrong.any():
             findings.append(_at(kind, f"{int(wrong.sum())} tokens", turn, at[wrong], int(wrong.sum())))
@@ -222,9 +223,10 @@ def _routes(trajectory: Trajectory, exchanged: Exchanged, alignment: Alignment) 
         return []
     if trajectory.routes is None:
         return [Finding(Kind.ROUTES_MISSING, "the engine returned routes, the record has none")]
-    findings = []
+    findings, answered = [], np.zeros(len(trajectory), bool)
     for turn in answers:
         start, stop = turn.routes_start, turn.routes_start + turn.routes_rows
+        answered[start:stop] = True
         if stop > alignment.start:
             break
         whole = hashlib.sha256(np.ascontiguousarray(trajectory.routes[start:stop])).hexdigest()
@@ -238,6 +240,12 @@ def _routes(trajectory: Trajectory, exchanged: Exchanged, alignment: Alignment) 
         at = np.arange(new, stop)
         detail = f"rows {new} to {stop - 1} aren't those that came with the answer"
         findings.append(_at(Kind.ROUTES_CHANGED, detail, trajectory.turn, at, int(exchanged.sampled[new:stop].sum())))
+    made_up = np.flatnonzero(trajectory.routed & ~answered)
+    known = len(exchanged.ids)
+    if made_up.size and alignment.start >= known and not trajectory.loss_mask[known:].any():  # else the log was cut
+        detail = f"{made_up.size} tokens have a row that came with no answer"
+        loss = int(trajectory.loss_mask[made_up].sum())
+        findings.append(_at(Kind.ROUTES_CHANGED, detail, trajectory.turn, made_up, loss))
     return findings
 
 

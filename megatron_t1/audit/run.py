@@ -86,7 +86,7 @@ def audit_target(target: Target, *, visit: Visitor | None = None) -> TargetAudit
                     TrajectoryAudit(name, findings=[Finding(Kind.UNREADABLE, _one_line(record))])
                 )
                 continue
-            audit = _audit(record, views[name], evidence, expected)
+            audit = _audit(record, views[name], evidence, expected, target.policy)
             if visit is not None:
                 visit(record, audit)
             result.trajectories.append(audit)
@@ -125,7 +125,9 @@ def _unrecorded_plays(names: set[str]) -> list[Finding]:
     return [Finding(Kind.NO_RECORD, f"{len(names)} episodes are in the exchange log only: {shown}")]
 
 
-def _audit(record: Trajectory, view: TrainedView, evidence: Evidence, expected: dict[str, Any]) -> TrajectoryAudit:
+def _audit(
+    record: Trajectory, view: TrainedView, evidence: Evidence, expected: dict[str, Any], policy: int | None
+) -> TrajectoryAudit:
     found = evidence.session(record.header)
     if found is None or isinstance(found, Finding):
         audit = describe(record, view)
@@ -137,6 +139,10 @@ def _audit(record: Trajectory, view: TrainedView, evidence: Evidence, expected: 
         audit = compare(record, view, *found)
     if record.header.contract is not None:
         audit.findings += contract_findings(record.header.contract, [expected], "the run's configuration")
+    others = sorted({version for version in record.header.policy_versions if version != policy})
+    if policy is not None and others and IMPORTED not in record.header.extra:
+        detail = f"the record says {', '.join(map(str, others))}, the run's iteration {policy}"
+        audit.findings.append(Finding(Kind.POLICY, detail))
     return audit
 
 

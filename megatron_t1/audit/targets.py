@@ -12,7 +12,7 @@ from megatron_t1.audit.books import PHASE_OF, Books, keeps_books, read_books
 from megatron_t1.audit.findings import Finding, Kind
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
-from megatron_t1.paths import number_of, numbered
+from megatron_t1.paths import Counters, number_of, numbered
 from megatron_t1.phase import PhaseResult
 from megatron_t1.trajectory.exchange import log_names
 from megatron_t1.trajectory.record import Trajectory, load
@@ -89,6 +89,16 @@ class Target:
     @property
     def context_size(self) -> int:
         return 1 if self.run is None else self.run.layout.context
+
+    @property
+    def policy(self) -> int | None:
+        """Version of the policy that sampled the records; None outside a run."""
+        if self.run is None or not self.kind:
+            return None
+        number = number_of(self.directory.resolve())
+        if number is None or self.kind == "evaluations":
+            return number
+        return Counters(number, self.run.loop.warmup_iterations).policy
 
     def expected(self) -> dict[str, Any]:
         """Fields of the sampling contract that the run's configuration fixes; empty outside a run."""

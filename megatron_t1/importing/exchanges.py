@@ -19,6 +19,7 @@ class ForeignTurn:
     prompt: np.ndarray  # int32 [P], everything that was sent
     sampled: np.ndarray  # int32 [N]
     logprobs: np.ndarray  # float32 [N]
+    routes: np.ndarray | None = None  # uint8 or uint16 [P + N - 1, L, K]
 
 
 def require_exchanged(record: Trajectory, turns: Sequence[ForeignTurn], where: str) -> None:

@@ -32,6 +32,8 @@ class Foreign:
         logprobs: float32 [T], NaN where there is none; None: there are none at all (supervised data).
         routes: uint8 or uint16 [T, L, K]; routed: bool [T].
         turn: whole numbers [T]; None: a new turn with each run of sampled tokens.
+        end_reason: why the episode ended, where that is known.
+        untrusted: why its reward says nothing; "" where it does.
         exchanges: the requests that made it, where they are known; written as an exchange log.
         source: file (and line) it came from.
     """
@@ -50,6 +52,8 @@ class Foreign:
     passed: int | None = None
     total: int | None = None
     contract: SamplingContract | None = None
+    end_reason: str = END_REASON
+    untrusted: str = ""
     exchanges: list[ForeignTurn] = field(default_factory=list)
 
     def record(self) -> Trajectory:
@@ -107,7 +111,7 @@ class Foreign:
                 attempt=0,
                 iteration=0,
                 policy_versions=(self.policy,) * (int(turn[-1]) + 1) if self.logprobs is not None else (),
-                end_reason=END_REASON,
+                end_reason=self.end_reason,
                 verdict=verdict,
                 reward=reward,
                 contract=self.contract,
@@ -138,6 +142,8 @@ class Foreign:
             )
         if self.passed is not None and self.total is not None and self.passed > self.total:
             raise T1Error(f"passed is {self.passed}, of a total of {self.total}", where=self.source)
+        if self.untrusted:
+            return Verdict(self.passed or 0, self.total or 0, baseline=-1, trusted=False, reason=self.untrusted), {}
         if self.passed is None and self.reward is None:
             return None, {}
         verdict = Verdict(self.passed or 0, self.total or 0, baseline=-1, trusted=True)
@@ -191,6 +197,7 @@ def _logged(records: list[Trajectory], foreign: list[Foreign], log: ExchangeLog)
                         response_sha256=hashlib.sha256(turn.sampled.tobytes() + turn.logprobs.tobytes()).hexdigest(),
                         finish_reason="stop",
                         state={},
+                        routes=turn.routes,
                     )
                 records[index] = records[index].noting(**{REFERENCE: session.reference})
     return records

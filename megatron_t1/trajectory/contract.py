@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_t1.errors import MismatchError
 
+LOGPROBS_MODES = ("raw", "processed")
+
 
 @dataclass(frozen=True)
 class SamplingContract:
@@ -22,13 +24,30 @@ class SamplingContract:
     num_experts: int
     top_k: int
     num_moe_layers: int
+    router_dtype: str = ""  # of the sampler's router logits; "": nobody says
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "stop_ids": list(self.stop_ids)}
+        """What records store. A fact that nobody stated isn't there: their digests are taken of what they say."""
+        raw = {**asdict(self), "stop_ids": list(self.stop_ids)}
+        return raw if self.router_dtype else {name: value for name, value in raw.items() if name != "router_dtype"}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> SamplingContract:
         return cls(**{**raw, "stop_ids": tuple(raw["stop_ids"])})
+
+    def require_comparable(self, *, where: str) -> None:
+        """Raise MismatchError where log-probs can't mean what training computes: those of the processed logits."""
+        if self.logprobs_mode not in LOGPROBS_MODES:  # vllm#42259
+            problem = f"log-probs of unknown mode {self.logprobs_mode!r}; known: {', '.join(LOGPROBS_MODES)}"
+        elif self.logprobs_mode == "raw" and self.temperature != 1.0:
+            problem = f"raw log-probs of tokens that were sampled at temperature {self.temperature:g}"
+        else:
+            return
+        raise MismatchError(
+            f"the rollout has {problem}: training compares with those of the distribution that was sampled from",
+            where=where,
+            remedy="have the sampler report log-probs after temperature (vLLM: --logprobs-mode=processed_logprobs)",
+        )
 
     def require_equal(self, expected: dict[str, Any], *, where: str) -> None:
         """Raise MismatchError naming every field of `expected` whose value differs, with both values."""

@@ -47,9 +47,11 @@ class EndReason:
     AGENT_TIMEOUT = "agent_timeout"
     SANDBOX_LOST = "sandbox_lost"
     ENGINE_LOST = "engine_lost"
-    FORMAT_ERROR = "format_error"
+    FORMAT_ERROR = "format_error"  # the agent wrote several turns in a row that are no command
+    CONVERSATION_REFUSED = "conversation_refused"  # its chat format can't continue the stream token by token
 
     LOST = (SANDBOX_LOST, ENGINE_LOST)  # the infrastructure failed: says nothing about the policy
+    ALL = (SUBMITTED, TURN_LIMIT, TOKEN_LIMIT, AGENT_TIMEOUT, FORMAT_ERROR, CONVERSATION_REFUSED, *LOST)
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,27 @@ class Verdict:
     trusted: bool
     reason: str = ""  # why it isn't trusted
     checks: dict[str, bool] = field(default_factory=dict)
+    statuses: dict[str, str] = field(default_factory=dict)  # of checks that neither passed nor failed: skipped, ...
+    source: str = ""  # name of the file that counted them
+    rewards: dict[str, float] = field(default_factory=dict)  # the task's own, where it gave any: graded scores
 
     @property
     def solved(self) -> bool:
         return self.trusted and self.total > 0 and self.passed == self.total
+
+    @property
+    def score(self) -> float:
+        """From 0 to 1: the task's own mean reward where it gave one, else the share of checks; NaN when untrusted."""
+        if not self.trusted:
+            return float("nan")
+        if self.rewards:
+            return sum(self.rewards.values()) / len(self.rewards)
+        return self.passed / self.total if self.total else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Optional fields are left out while they are empty: a record's digest depends only on what it states."""
+        raw = dict(self.__dict__)
+        return {name: value for name, value in raw.items() if value or name not in ("statuses", "source", "rewards")}
 
 
 @dataclass(frozen=True)
@@ -86,7 +105,7 @@ class Header:
 
     def to_json(self) -> dict[str, Any]:
         raw = dict(self.__dict__)
-        raw["verdict"] = None if self.verdict is None else dict(self.verdict.__dict__)
+        raw["verdict"] = None if self.verdict is None else self.verdict.to_json()
         raw["contract"] = None if self.contract is None else self.contract.to_json()
         raw["policy_versions"] = list(self.policy_versions)
         return raw

@@ -1,13 +1,63 @@
-"""What holds for routes wherever they are: their compact type, and that the experts of a row differ. numpy only."""
+"""What holds for routes wherever they are: their shape and compact type, vLLM's encoding of them, what can't be true.
+
+Shapes: L MoE layers, K experts per token. numpy only.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
+from dataclasses import dataclass
+
 import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteShape:
+    """The experts that a model's tokens can take: `top_k` (K) of `num_experts` in each of `num_moe_layers` (L)."""
+
+    num_moe_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return route_dtype(self.num_experts)
 
 
 def route_dtype(num_experts: int) -> np.dtype:
     """The compact type of routes: uint8 up to 256 experts, uint16 above."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+def decode_routes(encoded: object) -> np.ndarray:
+    """Rows of routes from vLLM's text form, base64 of a .npy file; their shape and type are for the caller to check.
+
+    Raises:
+        ValueError: it is something else. Pickled objects are never read.
+    """
+    if not isinstance(encoded, str):
+        raise ValueError(f"expected text in base64, found {type(encoded).__name__}")
+    try:
+        routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError, binascii.Error) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(routes, np.ndarray):
+        raise ValueError("an archive of several arrays")
+    return routes
+
+
+def route_problem(routes: np.ndarray, num_experts: int) -> str:
+    """What is impossible about routes [rows, L, K] of one model; "" when they are sound."""
+    if int(routes.max()) >= num_experts or int(routes.min()) < 0:
+        row, layer, _ = np.argwhere((routes >= num_experts) | (routes < 0))[0]
+        return f"row {row}, layer {layer}: expert {routes[row, layer].tolist()} of {num_experts}"
+    twice = repeated_experts(routes)
+    if twice.any():
+        row, layer = np.argwhere(twice)[0]
+        return f"row {row}, layer {layer}: an expert twice in {routes[row, layer].tolist()}"
+    return ""
 
 
 def repeated_experts(routes: np.ndarray) -> np.ndarray:

@@ -13,7 +13,8 @@ from megatron_t1.config.compose import save
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.loading import write_task
 from megatron_t1.environment.task import Task, TaskContent
-from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.loop.manifest import new_manifest
+from megatron_t1.manifest import FinishedStep
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult
 from megatron_t1.rollout.phase import run_phases
@@ -43,7 +44,7 @@ def keep_books(config: Config, results: dict[str, PhaseResult]) -> None:
     """What the loop writes after phases of iteration 0: their results, config.yaml and the manifest."""
     paths = RunPaths.of(config.run.dir)
     save(config, paths.config)
-    manifest = Manifest.new(config)
+    manifest = new_manifest(config)
     for phase, result in results.items():
         result.write(paths.phase(0, phase))
         digest = atomic.sha256_file(paths.phase(0, phase) / RESULT_FILE)

