@@ -11,52 +11,22 @@ equally). A rollout's tasks are new to the critic until every training task has 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+from driving import copy_rollouts, train
 from rich.console import Console
 from rich.table import Table
-
-from megatron_t1.config.compose import load_run_config
-
-
-def copy_rollouts(run: Path, target: Path) -> list[int]:
-    """Give `target` the run's configuration and rollouts, with what their makers recorded; returns the iterations."""
-    target.mkdir(parents=True)
-    shutil.copy(run / "config.yaml", target / "config.yaml")
-    iterations = []
-    for records in sorted((run / "rollouts").glob("iter_*")):
-        result = run / "phases" / records.name / "rollout" / "result.json"
-        if not result.is_file():
-            continue
-        shutil.copytree(records, target / "rollouts" / records.name)
-        (target / "phases" / records.name / "rollout").mkdir(parents=True)
-        shutil.copy(result, target / "phases" / records.name / "rollout" / "result.json")
-        iterations.append(int(records.name.removeprefix("iter_")))
-    return iterations
 
 
 def explained_variances(run: Path, target: Path, *, replay: bool) -> list[float]:
     """Train a critic on every rollout of `run`, in order; the explained variance of each before it was trained on."""
-    shutil.rmtree(target, ignore_errors=True)
-    found = []
-    for iteration in copy_rollouts(run, target):
-        processes = load_run_config(target).layout.processes
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-            "-m", "megatron_t1.training.main", "--", "--run", str(target), "--iteration", str(iteration),
-            "--roles", "critic", f"run.dir={target}", f"train.replay.critic={str(replay).lower()}",
-        ]  # fmt: skip
-        finished = subprocess.run(command, capture_output=True, text=True)
-        if finished.returncode:
-            sys.exit(f"{target}, iteration {iteration}:\n{finished.stdout[-1000:]}{finished.stderr[-3000:]}")
-        result = json.loads((target / "phases" / f"iter_{iteration:04d}" / "critic" / "result.json").read_text())
-        found.append(result["metrics"]["critic/explained_variance"])
-    return found
+    return [
+        train(target, iteration, ["critic"], [f"train.replay.critic={str(replay).lower()}"])["critic"].metrics[
+            "critic/explained_variance"
+        ]
+        for iteration in copy_rollouts(run, target)
+    ]
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""The gap between sampler and trainer on real rollouts: fp32 and bf16, with and without replay of sampled experts.
+"""The gap between sampler and trainer on real rollouts, by `t1 gap`: fp32 and bf16, with and without replay.
 
     python benchmarks/gap.py [--tasks DIR] [--out DIR] [--episodes N] [VARIANT ...]
 
 Each variant makes a start model from a seed, samples episodes with the real vLLM, and scores the same tokens with the
-real Megatron-Core (EP=2 over two processes) with replay and without. The rows are read from the run's own metrics.
-Shares of differing choices are those of a start model with random weights; --model DIR measures a trained one.
+real Megatron-Core (EP=2 over two processes), one thing otherwise each time. DIR/VARIANT.json has everything that
+`t1 gap` found. Shares of differing choices are those of a start model with random weights; --model DIR measures a
+trained one.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ VARIANTS = {
     "tiny_64e fp32": ["model=tiny_64e", "model.dtype=float32"],
     "tiny_64e bf16": ["model=tiny_64e"],
 }
-COLUMNS = {
-    "tokens": "batch/loss_tokens",
-    "gap, replay": "gap/logprob_gap_replay",
-    "gap, no replay": "gap/logprob_gap_no_replay",
-    "KL, replay": "gap/sampler_kl_replay",
-    "KL, no replay": "gap/sampler_kl_no_replay",
-    "choices differ": "gap/route_difference",
-    "tokens with one": "gap/token_route_difference",
+COLUMNS = {  # title: setting and number of the report
+    "tokens": ("as_trained", "tokens"),
+    "gap, replay": ("as_trained", "gap"),
+    "gap, no replay": ("own_routes", "gap"),
+    "KL, replay": ("as_trained", "kl"),
+    "KL, no replay": ("own_routes", "kl"),
+    "choices differ": ("as_trained", "route_difference"),
+    "tokens with one": ("as_trained", "token_route_difference"),
 }
 
 
@@ -42,10 +43,12 @@ def t1(*arguments: str) -> None:
         sys.exit(f"t1 {' '.join(arguments)} failed:\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}")
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
+def measure(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Setting -> number -> value of one variant."""
     overrides = VARIANTS[name]
     run = options.out / name.replace(" ", "-")
     model = Path(options.model) if options.model else options.out / f"model-{name.replace(' ', '-')}"
+    report = run.with_suffix(".json")
     if not model.is_dir():
         t1("model", "init", *overrides, f"model.path={model}", "generate.pool=small")
     t1(
@@ -54,8 +57,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         "rollout.samples_per_task=1", "loop.warmup_iterations=0", "loop.iterations=1", "loop.colocate_roles=true",
         "loop.evaluate_first=false", "loop.evaluate_last=false",
     )  # fmt: skip
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return next(line["metrics"] for line in lines if line["phase"] == "actor")
+    t1("gap", str(run), "--iteration", "0", "--sample", "0", "--out", str(report))
+    return {found["name"]: {**found, **found["routes"]} for found in json.loads(report.read_text())["settings"]}
 
 
 def main() -> None:
@@ -70,8 +73,8 @@ def main() -> None:
         sys.exit(f"no tasks in {options.tasks}: make them with `t1 tasks generate experiment=quickstart`")
     table = Table("variant", *COLUMNS, title="sampler/trainer gap: mean |difference of log-probs|, nats")
     for name in options.variants:
-        metrics = measure(name, options)
-        table.add_row(name, *(f"{metrics[key]:.3g}" for key in COLUMNS.values()))
+        settings = measure(name, options)
+        table.add_row(name, *(f"{settings[setting][number]:.3g}" for setting, number in COLUMNS.values()))
     Console(width=140).print(table)
 
 

@@ -55,14 +55,15 @@ def main() -> None:
     for reward in ("dense", "binary"):
         runs = finished_runs(options.runs, reward)
         for seed, (first, last) in runs.items():
-            table.add_row(reward, str(seed), *_cells(compare_evaluations(first, last)))
+            table.add_row(reward, str(seed), *gain_cells(compare_evaluations(first, last)))
         if len(runs) > 1:
             both = [pooled([pair[side] for pair in runs.values()]) for side in (0, 1)]
-            table.add_row(reward, "all", *_cells(compare_evaluations(*both)), end_section=True)
+            table.add_row(reward, "all", *gain_cells(compare_evaluations(*both)), end_section=True)
     Console(width=130).print(table)
 
 
-def _cells(comparison: dict[str, PairedDifference]) -> list[str]:
+def gain_cells(comparison: dict[str, PairedDifference]) -> list[str]:
+    """Checks before, after and gained, and the same of solved tasks, with 95% intervals."""
     checks, solved = comparison["checks passed"], comparison["tasks solved"]
     return [
         f"{checks.mean_a:.2f}",

@@ -5,7 +5,9 @@ Only `padded_vocabulary` and `resolve_architecture` work without torch; the rest
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,7 +58,7 @@ def transformer_config(
             that trains wrong on this backend.
     """
     import torch
-    from megatron.core import __version__ as core_version
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     _require_buildable(architecture, dtype)
@@ -89,7 +91,7 @@ def transformer_config(
         moe_router_dtype="fp32",
         moe_router_fusion=False,
         moe_router_load_balancing_type="aux_loss" if aux_loss_coef else "none",
-        moe_aux_loss_coeff=aux_loss_coef * _aux_loss_correction(layout, core_version),
+        moe_aux_loss_coeff=aux_loss_coef * aux_loss_correction(layout, inspect.getsource(TopKRouter)),
         moe_token_dispatcher_type=layout.dispatcher,
         moe_grouped_gemm=fused,
         moe_permute_fusion=fused,
@@ -245,7 +247,19 @@ def _known_to_core(options: dict[str, Any], config_class: type) -> dict[str, Any
     return {name: value for name, value in options.items() if name in known}
 
 
-def _aux_loss_correction(layout: LayoutConfig, core_version: str) -> float:
-    """With per-token loss, cores before 0.19 scale the auxiliary loss by a rank's share of tokens, 1 / (tp * cp)."""
-    release = tuple(int(part) for part in core_version.split(".")[:2])
-    return float(layout.tensor * layout.context) if release < (0, 19) else 1.0
+def aux_loss_correction(layout: LayoutConfig, router_source: str) -> float:
+    """With per-token loss, cores before 0.19 scale the auxiliary loss by a rank's share of tokens, 1 / (tp * cp).
+
+    What counts is the code and not its version: `t1 patch` brings the later cores' factor into earlier ones.
+
+    Args:
+        router_source: of core's TopKRouter.
+    """
+    weights = [
+        ast.unparse(call.args[1])
+        for call in ast.walk(ast.parse(router_source))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "MoEAuxLossAutoScaler.apply"
+    ]
+    if any("tp_cp_group.size()" in weight for weight in weights):
+        return 1.0
+    return float(layout.tensor * layout.context)

@@ -33,6 +33,7 @@ def token_logprobs(
     reduce_hidden_grad: bool = True,
     entropy: bool = True,
     wide: bool = False,
+    rounded: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of its distribution.
 
@@ -54,6 +55,8 @@ def token_logprobs(
         entropy: whether the entropy is wanted; without, zeros are returned and a pass over the logits is saved.
         wide: multiply in fp32 throughout. Otherwise low-precision inputs on CUDA are multiplied by tensor cores: their
             logits are the same fp32 sums, but the gradient of the logits is rounded before it is multiplied.
+        rounded: round the logits to this type first, as an engine does whose output layer puts it out: for measuring
+            what that costs. The gradient passes the rounding unchanged.
 
     Returns:
         log-probabilities float32 [N], and entropy in nats float32 [N].
@@ -69,7 +72,7 @@ def token_logprobs(
     if tp_group is not None and dist.get_world_size(tp_group) == 1:
         tp_group = None
     real = min(max(vocab_size - vocab_start, 0), weight.shape[0])
-    options = (float(temperature), vocab_start, real, tp_group, chunk, reduce_hidden_grad, entropy, wide)
+    options = (float(temperature), vocab_start, real, tp_group, chunk, reduce_hidden_grad, entropy, wide, rounded)
     return _TokenLogprobs.apply(hidden, weight, targets, options)
 
 
@@ -92,9 +95,9 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple) -> tuple[Tensor, Tensor]:
-        temperature, vocab_start, real, group, chunk, _, want_entropy, wide = options
+        temperature, vocab_start, real, group, chunk, _, want_entropy, wide, rounded = options
         count = len(targets)
-        project = _Projection(weight, real, temperature, wide, min(chunk, count))
+        project = _Projection(weight, real, temperature, wide, min(chunk, count), rounded)
         other = project.buffer() if want_entropy else None
         logprobs = hidden.new_empty(count, dtype=torch.float32)
         entropy = hidden.new_zeros(count, dtype=torch.float32)
@@ -132,8 +135,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
-        temperature, vocab_start, real, group, chunk, reduce_hidden_grad, _, wide = ctx.options
-        project = _Projection(weight, real, temperature, wide, min(chunk, len(targets)))
+        temperature, vocab_start, real, group, chunk, reduce_hidden_grad, _, wide, rounded = ctx.options
+        project = _Projection(weight, real, temperature, wide, min(chunk, len(targets)), rounded)
         other = None if grad_entropy is None else project.buffer()
         # The derivative of a logit divided by the temperature.
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / temperature
@@ -179,11 +182,13 @@ class _Projection:
     inputs are widened first, which is the same up to the order of summation.
     """
 
-    def __init__(self, weight: Tensor, real: int, temperature: float, wide: bool, chunk: int):
+    def __init__(
+        self, weight: Tensor, real: int, temperature: float, wide: bool, chunk: int, rounded: torch.dtype | None = None
+    ):
         low_precision = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
         self.mixed = low_precision and _HAS_WIDE_OUTPUT and not wide
         self.weight = weight[:real].detach() if self.mixed else weight[:real].detach().float()
-        self.temperature = temperature
+        self.temperature, self.rounded = temperature, rounded
         self.shape = (chunk, real)
         self.logits = None if self.mixed else self.buffer()
 
@@ -194,6 +199,9 @@ class _Projection:
     def __call__(self, rows: Tensor) -> Tensor:
         """[n, H] -> float32 [n, U] logits, divided by the temperature; valid until the next call."""
         rows = rows.detach()
+        if self.rounded is not None:
+            logits = self._multiply(rows, self.weight.t()).to(self.rounded).float()
+            return logits.div_(self.temperature)
         if self.mixed:
             logits = self._multiply(rows, self.weight.t())
             return logits if self.temperature == 1.0 else logits.div_(self.temperature)

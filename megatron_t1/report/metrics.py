@@ -46,6 +46,11 @@ class MetricsWriter:
             self._rewrite_events()
         return True
 
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The last line of each phase."""
+        return list(self._lines.values())
+
     def close(self) -> None:
         if self._events is not None:
             self._events.close()

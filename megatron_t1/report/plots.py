@@ -22,12 +22,22 @@ PLOTS: dict[str, tuple[str, str, list[tuple[str, str, tuple[str, ...]]]]] = {
         ("rollout", "rollout", ("rollout/success_rate",)),
         ("held out", "evaluation", ("evaluation/success_rate",)),
     ]),
+    "length": ("trajectory length", "turns", [
+        ("mean", "rollout", ("rollout/turns",)),
+        ("90th percentile", "rollout", ("rollout/turns_p90",)),
+    ]),
+    "errors": ("episodes without a trusted verdict", "share of episodes", [
+        ("verifier", "rollout", ("rollout/verifier_errors",)),
+        ("sandbox, engine", "rollout", ("rollout/infrastructure_errors",)),
+    ]),
     "gap": ("sampler/trainer gap", "mean |log p difference|", [
         ("with replay", "actor", ("gap/logprob_gap_replay",)),
         ("without replay", "actor", ("gap/logprob_gap_no_replay",)),
     ]),
     "critic": ("critic before its update", "explained variance", [
-        ("explained variance", "critic", ("critic/explained_variance",)),
+        ("of the rollout", "critic", ("critic/explained_variance",)),
+        ("of held-out tasks after a warm-up", "critic", ("critic/held_out_explained_variance",)),
+        ("task means on them", "critic", ("critic/held_out_explained_variance_task_mean",)),
     ]),
     "policy": ("policy update", "nats, share", [
         ("KL", "actor", ("actor/approx_kl", "actor/kl")),
@@ -42,9 +52,6 @@ def write_plots(run_dir: str | Path) -> list[Path]:
     lines = read_metrics(run_dir)
     if not lines:
         return []
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     directory = RunPaths.of(run_dir).root / "plots"
     directory.mkdir(exist_ok=True)
     written = []
@@ -52,9 +59,7 @@ def write_plots(run_dir: str | Path) -> list[Path]:
         drawn = [(text, points) for text, phase, names in curves if (points := series(lines, phase, *names))]
         if not drawn:
             continue
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+        figure, axes = new_figure()
         for text, points in drawn:
             axes.plot(list(points), list(points.values()), marker="o", markersize=3, label=text)
         if name == "gap" and all(value > 0 for _, points in drawn for value in points.values()):
@@ -62,21 +67,16 @@ def write_plots(run_dir: str | Path) -> list[Path]:
         axes.set(title=title, ylabel=label, xlabel="iteration")
         axes.grid(alpha=0.3)
         axes.legend()
-        written.append(_saved(figure, directory / f"{name}.png"))
+        written.append(saved(figure, directory / f"{name}.png"))
     written.append(_time_plot(lines, directory / "time.png"))
     return written
 
 
 def _time_plot(lines: list[dict[str, Any]], path: Path) -> Path:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     from megatron_t1.report.show import own_seconds
 
     iterations = sorted({line["iteration"] for line in lines})
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = new_figure()
     base = dict.fromkeys(iterations, 0.0)
     for phase in ("rollout", "evaluation", "critic", "actor", "export"):
         seconds = {line["iteration"]: own_seconds(line) for line in lines if line["phase"] == phase}
@@ -88,10 +88,20 @@ def _time_plot(lines: list[dict[str, Any]], path: Path) -> Path:
             base[iteration] += height
     axes.set(title="time per phase", ylabel="seconds", xlabel="iteration")
     axes.legend()
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
-def _saved(figure: Any, path: Path) -> Path:
+def new_figure() -> tuple[Any, Any]:
+    """A figure that needs no display, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def saved(figure: Any, path: Path) -> Path:
     from megatron_t1 import atomic
 
     with atomic.replacing(path) as temporary:

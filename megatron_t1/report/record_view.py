@@ -135,6 +135,11 @@ def _facts(record: Trajectory, header: Header) -> dict[str, object]:
         facts["verdict"] = f"not trusted: {verdict.reason}"
     else:
         facts["verdict"] = f"{verdict.passed} of {verdict.total} checks, {verdict.baseline} when nothing is done"
+    if verdict is not None and verdict.source:
+        own = ", ".join(f"{name} {value:g}" for name, value in verdict.rewards.items())
+        facts["counted by"] = verdict.source + (f"; the task's own: {own}" if own else "")
+    if verdict is not None and verdict.statuses:
+        facts["not run"] = ", ".join(f"{name} {status}" for name, status in verdict.statuses.items())
     if header.reward:
         facts["reward"] = ", ".join(f"{name} {value:g}" for name, value in header.reward.items())
     if record.routes is not None:

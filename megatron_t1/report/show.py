@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,9 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_t1.config.schema import MonitorConfig
 from megatron_t1.errors import IncompleteError
 from megatron_t1.paths import RunPaths
 from megatron_t1.report.metrics import read_metrics, series
+from megatron_t1.report.monitor import alarms
 
 # column title, phase, metric names (the first that was measured counts), format
 Columns = tuple[tuple[str, str, tuple[str, ...], str], ...]
@@ -24,6 +27,8 @@ ROLLOUT_COLUMNS: Columns = (
     ("solved", "rollout", ("rollout/success_rate",), "{:.1%}"),
     ("turns", "rollout", ("rollout/turns",), "{:.1f}"),
     ("tokens", "rollout", ("rollout/tokens",), "{:.0f}"),
+    ("of checks", "rollout", ("rollout/checks_per_task",), "{:.1f}"),
+    ("errors", "rollout", ("rollout/verifier_errors",), "{:.1%}"),
     ("new tok/s", "rollout", ("rollout/sampled_tokens_per_s", "rollout/tokens_per_s"), "{:.0f}"),
 )
 UPDATE_COLUMNS: Columns = (
@@ -80,6 +85,8 @@ def print_run(run_dir: str | Path, console: Console | None = None) -> None:
         return
     warmup = int(config.get("loop.warmup_iterations", 0))
     console.print(iteration_table(lines, warmup, ROLLOUT_COLUMNS, "rollouts", with_time=True))
+    for alarm in alarms(lines, monitor_options(config)):
+        console.print(f"[bold red]alarm[/bold red] {alarm}", highlight=False)
     console.print(iteration_table(lines, warmup, UPDATE_COLUMNS, "updates (gap: mean |log p trainer - log p sampler|)"))
     evaluations = evaluation_table(lines, warmup)
     if evaluations is not None:
@@ -115,6 +122,12 @@ def read_manifest(run_dir: str | Path) -> dict[str, Any]:
         raise IncompleteError(
             f"this directory holds no readable run: {error}", where=str(path), remedy="name the run.dir of a `t1 run`"
         ) from error
+
+
+def monitor_options(config: dict[str, Any]) -> MonitorConfig:
+    """The thresholds that a run was started with."""
+    own = {field.name: config[key] for field in fields(MonitorConfig) if (key := f"monitor.{field.name}") in config}
+    return MonitorConfig(**own)
 
 
 def _finished_step(raw: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +186,7 @@ def time_table(lines: list[dict[str, Any]], finished: list[dict[str, Any]]) -> T
         total[line["phase"]] += own
         count[line["phase"]] += 1
         for name, value in line["timings_s"].items():
-            if value is not None and name != "total":
+            if value is not None and name != "total" and "/" not in name:  # a name with a slash is a part of others
                 parts[line["phase"]][name] += value
     launches = {step["launch"]: float(step["seconds"]) for step in finished}
     between = max(0.0, sum(launches.values()) - sum(total.values()))

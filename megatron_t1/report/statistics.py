@@ -1,10 +1,12 @@
-"""Is B better than A? Paired bootstrap over tasks and attempts. numpy only."""
+"""Statistics of evaluations: pass@k, intervals, and whether B is better than A. numpy only."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
@@ -26,6 +28,58 @@ class PairedDifference:
     @property
     def separated(self) -> bool:
         return self.low > 0 or self.high < 0
+
+
+def pass_at_k(attempts: int, solved: int, k: int) -> float:
+    """Probability that at least one of k attempts, drawn without replacement from those made, is solved.
+
+    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1).
+
+    Raises:
+        ValueError: not 0 <= solved <= attempts and 1 <= k <= attempts.
+    """
+    if not (0 <= solved <= attempts and 1 <= k <= attempts):
+        raise ValueError(f"pass@{k} of {solved} solved among {attempts} attempts")
+    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
+
+
+def wilson_interval(successes: float, count: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of a proportion of independent trials (Wilson 1927), in [0, 1]; it is not empty at 0 and 1.
+
+    Raises:
+        ValueError: no trial, or more successes than trials.
+    """
+    if count <= 0 or not 0 <= successes <= count:
+        raise ValueError(f"{successes} successes of {count}")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
+    share, square = successes / count, z * z / count
+    centre = (share + square / 2.0) / (1.0 + square)
+    half = z * math.sqrt(share * (1.0 - share) / count + square / count / 4.0) / (1.0 + square)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def bootstrap_mean(
+    scores: list[np.ndarray], *, samples: int = 10_000, confidence: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile interval of the mean over tasks: each draw resamples tasks, and within a task its attempts.
+
+    Args:
+        scores: float [attempts] of each task, at least one.
+
+    Raises:
+        ValueError: no task, or one without attempts.
+    """
+    if not scores or any(len(own) == 0 for own in scores):
+        raise ValueError("tasks with attempts are needed")
+    random = np.random.default_rng(seed)
+    count, means = len(scores), np.empty(samples)
+    chunk = max(1, 2_000_000 // count)
+    for start in range(0, samples, chunk):
+        size = min(chunk, samples - start)
+        means[start : start + size] = _resampled(scores, random.integers(0, count, (size, count)), random).mean(1)
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(means, [tail, 1.0 - tail])
+    return float(low), float(high)
 
 
 def paired_bootstrap(

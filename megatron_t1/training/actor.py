@@ -18,7 +18,7 @@ from megatron_t1.training.engine import Engine
 from megatron_t1.training.gap import score_rollout
 from megatron_t1.training.objectives import actor_objective
 from megatron_t1.training.reference import score_reference
-from megatron_t1.training.results import batch_metrics
+from megatron_t1.training.results import batch_metrics, engine_timings
 from megatron_t1.training.samples import SampleSet, attach, load_rollouts
 from megatron_t1.training.updates import update_epoch
 from megatron_t1.trajectory.sidecar import read_sidecar
@@ -47,7 +47,7 @@ def run_actor(context: Context) -> PhaseResult:
         phase="actor",
         iteration=context.iteration,
         metrics=metrics,
-        timings_s=context.timings_s,
+        timings_s={**context.timings_s, **engine_timings(engine)},
         outputs=files,
         details={"excluded": data.excluded},
     )

@@ -19,23 +19,16 @@ from megatron_t1.training.samples import Sample
 from megatron_t1.trajectory.layout import TokenLayout
 from megatron_t1.trajectory.loss_view import loss_view
 from megatron_t1.trajectory.packing import PackingPlan, SequenceCost, plan_packing
-from megatron_t1.trajectory.routes import route_dtype
+from megatron_t1.trajectory.routes import RouteShape
 
 DUMMY_LENGTH = 2  # tokens of the zero-weight sequence given to a rank that has no work
 
 
-@dataclass(frozen=True)
-class RouteShape:
-    """What the model expects of routes: L MoE layers, `num_experts`, K experts per token, expert-parallel size."""
+@dataclass(frozen=True, kw_only=True)
+class ReplayShape(RouteShape):
+    """What the model expects of routes, and the expert-parallel size that padding rows are spread over."""
 
-    num_moe_layers: int
-    num_experts: int
-    top_k: int
     expert_parallel: int
-
-    @property
-    def dtype(self) -> np.dtype:
-        return route_dtype(self.num_experts)
 
 
 @dataclass
@@ -100,7 +93,7 @@ def build_micro_batch(
     samples: Sequence[Sample],
     *,
     layout_sizes: dict[str, int | bool],
-    route_shape: RouteShape | None,
+    route_shape: ReplayShape | None,
     device: torch.device,
 ) -> MicroBatch:
     """Lay `samples` out for this rank. No samples: a zero-weight sequence that keeps collectives in step.
@@ -133,7 +126,7 @@ def build_micro_batch(
     )
 
 
-def _routes(samples: list[Sample], layout: TokenLayout, shape: RouteShape, device: torch.device) -> MicroBatchRoutes:
+def _routes(samples: list[Sample], layout: TokenLayout, shape: ReplayShape, device: torch.device) -> MicroBatchRoutes:
     """Recorded rows where there are any, spread padding rows in padding, the router's own choice elsewhere."""
     empty = (shape.num_moe_layers, shape.top_k)
     if samples:

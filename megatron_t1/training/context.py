@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import WrittenFile
 from megatron_t1.training.batch import plan_samples
 from megatron_t1.training.passes import missing_micro_batches, speaks_for_replica
-from megatron_t1.training.samples import Sample, tokenizer_digest
+from megatron_t1.training.samples import Sample, router_dtype, tokenizer_digest
+from megatron_t1.training.timing import timed
 from megatron_t1.trajectory.packing import PackingPlan, SequenceCost
 
 
@@ -63,6 +62,7 @@ class Context:
             "num_experts": architecture.num_experts,
             "top_k": architecture.num_experts_per_tok,
             "num_moe_layers": architecture.num_hidden_layers if architecture.num_experts else 0,
+            "router_dtype": router_dtype(self.config),
         }
 
     def groups(self, samples: list[Sample], *, seed: int = 0) -> list[list[Sample]]:
@@ -110,10 +110,5 @@ class Context:
         if self.is_writer:
             print(message, flush=True)
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        return timed(self.timings_s, name)

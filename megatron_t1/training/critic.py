@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +22,13 @@ from megatron_t1.ppo.sums import Sums, means, merge
 from megatron_t1.training.advantages import VALUE_FIELDS, compute_advantages
 from megatron_t1.training.batch import MicroBatch
 from megatron_t1.training.context import Context
-from megatron_t1.training.engine import Engine
+from megatron_t1.training.engine import Engine, LossFunction
 from megatron_t1.training.objectives import critic_objective
-from megatron_t1.training.results import batch_metrics
+from megatron_t1.training.results import batch_metrics, engine_timings
 from megatron_t1.training.samples import Sample, SampleSet, attach, load_rollouts
 from megatron_t1.training.scoring import score_groups
 from megatron_t1.training.updates import update_epoch
-from megatron_t1.training.warmup import warm_up
+from megatron_t1.training.warmup import split_tasks, warm_up
 from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
 
 
@@ -39,9 +41,11 @@ def run_critic(context: Context) -> PhaseResult:
     metrics = batch_metrics(data)
 
     with context.timed("values"):
-        own = _score_values(context, engine, data.samples)
+        own = score_values(context, engine, data.samples)
+    with context.timed("advantages"):
         statistics = compute_advantages(own, config.train.gae, group=context.replicas, device=context.backend.device)
         metrics.update({f"critic/{name}": value for name, value in statistics.items()})
+    with context.timed("write_values"):
         _write_values(context, own)
         # Mini-batches are packed anew, so a sample may move to another rank: every rank reads all of them back.
         attach(data.samples, read_sidecar(context.paths.values(context.iteration)), VALUE_FIELDS)
@@ -61,27 +65,58 @@ def run_critic(context: Context) -> PhaseResult:
         phase="critic",
         iteration=context.iteration,
         metrics=metrics,
-        timings_s=context.timings_s,
+        timings_s={**context.timings_s, **engine_timings(engine)},
         outputs=[*files, *context.written(context.paths.values(context.iteration))],
-        details={"excluded": data.excluded, "newly_initialised": fresh, "held_out_explained_variance": history},
+        details={"excluded": data.excluded, "newly_initialised": fresh, "warmup": history},
     )
 
 
 def _load(context: Context, data: SampleSet) -> tuple[Engine, list[str]]:
-    config, counters = context.config, context.counters
-    engine = Engine(config, context.backend, "value", config.train.critic, replay=config.train.replay.critic)
-    if counters.critic > 0:
-        engine.load(context.paths.checkpoint("critic", counters.critic))
+    if context.counters.critic == 0:
+        return start_critic(context, data.samples)
+    engine = _engine(context)
+    engine.load(context.paths.checkpoint("critic", context.counters.critic))
+    return engine, []
+
+
+def _engine(context: Context) -> Engine:
+    config = context.config
+    return Engine(config, context.backend, "value", config.train.critic, replay=config.train.replay.critic)
+
+
+def start_critic(context: Context, samples: list[Sample]) -> tuple[Engine, list[str]]:
+    """A critic that has taken no step yet, and the names of its parameters that come from nowhere.
+
+    From the checkpoint `train.critic.start`, or from the start model, whose head is another's (the bias then from these
+    samples, as `train.critic.head_bias` says).
+
+    Raises:
+        IncompleteError: a file is missing or damaged.
+        MismatchError: another architecture; or `train.critic.start` is no critic.
+    """
+    engine, options = _engine(context), context.config.train.critic
+    if options.start:
+        engine.load_weights(Path(options.start))
+        context.say(f"critic started from {options.start}")
         return engine, []
     report = load_hf(engine.chunks, context.start_model, role="value")
-    if config.train.critic.head_bias == "mean_return":
-        set_value_bias(engine.chunks, float(np.mean([sample.reward for sample in data.samples])))
+    if options.head_bias == "mean_return":
+        set_value_bias(engine.chunks, float(np.mean([sample.reward for sample in samples])))
     engine.parameters_changed()
     context.say(f"critic started from {context.start_model}; newly initialised: {', '.join(report.newly_initialised)}")
     return engine, report.newly_initialised
 
 
-def _score_values(context: Context, engine: Engine, samples: list[Sample]) -> list[Sample]:
+def critic_loss(engine: Engine) -> LossFunction:
+    """The critic's loss of one micro-batch."""
+
+    def loss(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        return critic_objective(engine.values(output, batch)["values"], batch, engine.optimizer_config)
+
+    return loss
+
+
+def score_values(context: Context, engine: Engine, samples: list[Sample]) -> list[Sample]:
     """Fill `old_values` of this replica's share of the samples, and return that share."""
     groups = context.groups(samples)
     score_groups(engine, groups, engine.values, "values", field="old_values")
@@ -101,28 +136,27 @@ def _write_values(context: Context, samples: list[Sample]) -> None:
 
 def _update(
     context: Context, engine: Engine, data: SampleSet, save: Callable[[], None]
-) -> tuple[dict[str, float], list[float]]:
-    """Metrics, and the held-out explained variance over a warm-up that ends by it, which saves the best critic."""
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics, and the history of a warm-up that ends by itself, which saves the best critic."""
     options, is_warmup = context.config.train.critic, context.counters.is_warmup
-
-    def loss(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        return critic_objective(engine.values(output, batch)["values"], batch, options)
-
-    seed = context.config.run.seed + 1000 * context.iteration
-    held_out, history = {}, []
+    loss, seed = critic_loss(engine), context.config.run.seed + 1000 * context.iteration
     if is_warmup and options.warmup_holdout:
-        steps, held_out, history = warm_up(context, engine, data.samples, loss, save, seed=seed)
-    else:
-        steps = [
-            sums
-            for epoch in range(options.warmup_epochs if is_warmup else options.epochs)
-            for sums in update_epoch(context, engine, data.samples, loss, seed=seed, epoch=epoch)
-        ]
-    metrics = {
+        held_out, training = split_tasks(data.samples, options.warmup_holdout)
+        found = warm_up(context, engine, held_out, training, loss, save, seed=seed)
+        return {**update_metrics(engine, found.steps), **found.metrics}, found.history
+    steps = [
+        sums
+        for epoch in range(options.warmup_epochs if is_warmup else options.epochs)
+        for sums in update_epoch(context, engine, data.samples, loss, seed=seed, epoch=epoch)
+    ]
+    return update_metrics(engine, steps), []
+
+
+def update_metrics(engine: Engine, steps: list[Sums]) -> dict[str, float]:
+    """Means over all optimizer steps of an update, and its first and last loss."""
+    return {
         **{f"critic/{name}": value for name, value in means(merge(steps)).items()},
         "critic/value_loss_first": means(steps[0])["value_loss"],
         "critic/value_loss_last": means(steps[-1])["value_loss"],
         "critic/optimizer_steps": float(engine.optimizer_steps),
-        **held_out,
     }
-    return metrics, history

@@ -25,8 +25,10 @@ from megatron_t1.model.build import build_model
 from megatron_t1.model.checkpoint import load_checkpoint, save_checkpoint
 from megatron_t1.phase import WrittenFile
 from megatron_t1.ppo.sums import Sums, merge
+from megatron_t1.routing.options import ReplayOptions
 from megatron_t1.routing.replay import RoutingReplay
-from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch, lengths_of
+from megatron_t1.training.batch import MicroBatch, ReplayShape, build_micro_batch, lengths_of
+from megatron_t1.training.expert_load import expert_load
 from megatron_t1.training.passes import (
     LossFunction,
     TokenReader,
@@ -40,6 +42,7 @@ from megatron_t1.training.passes import (
 )
 from megatron_t1.training.samples import Sample
 from megatron_t1.training.schedule import learning_rate
+from megatron_t1.training.timing import timed
 from megatron_t1.trajectory.layout import TokenLayout
 
 
@@ -50,6 +53,10 @@ class Engine:
         role: "policy" or "value".
         optimizer: hyper-parameters; None builds a model for forward passes only.
         replay: whether this role replays recorded routes.
+
+    Attributes:
+        seconds: spent so far in `passes` (forward and backward), `optimizer`, `batches` (laying out micro-batches),
+            `packing` and `sums` (adding up metrics over the ranks).
     """
 
     def __init__(
@@ -63,11 +70,16 @@ class Engine:
         aux_loss_coef: float = 0.0,
     ):
         self.config, self.backend, self.role = config, backend, role
+        self.seconds: dict[str, float] = {}
         self.chunks = build_model(config, backend, role, aux_loss_coef=aux_loss_coef)
         self.transformer = self.chunks[0].config
+        self.route_in(config.train.router_dtype)
         self.replaying = replay
         self.replay = RoutingReplay(
-            self.chunks, num_experts=self.transformer.num_moe_experts or 0, top_k=self.transformer.moe_router_topk
+            self.chunks,
+            num_experts=self.transformer.num_moe_experts or 0,
+            top_k=self.transformer.moe_router_topk,
+            options=ReplayOptions(load=config.train.replay.load),
         )
         self.modules: list[torch.nn.Module] = list(self.chunks)
         if config.model.dtype == "bfloat16":
@@ -111,6 +123,11 @@ class Engine:
         state = load_checkpoint(directory, self.chunks, self.optimizer)
         self.optimizer_steps = int(state["optimizer_steps"])
 
+    def load_weights(self, directory: Path) -> None:
+        """The model alone from a checkpoint of this role; the optimizer and its counter begin anew."""
+        load_checkpoint(directory, self.chunks, None)
+        self.parameters_changed()
+
     def save(self, directory: Path, version: int, *, relative_to: Path) -> list[WrittenFile]:
         """A checkpoint of model, optimizer and step counter; complete or absent."""
         state = {"role": self.role, "version": version, "optimizer_steps": self.optimizer_steps}
@@ -121,12 +138,16 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
+    def route_in(self, dtype: str) -> None:
+        """Compute the router's logits in "float32" or in the "model"'s type from here on."""
+        self.transformer.moe_router_dtype = {"float32": "fp32", "model": None}[dtype]
+
     # -- batches ------------------------------------------------------------------------------------------------
 
     @property
-    def route_shape(self) -> RouteShape:
+    def route_shape(self) -> ReplayShape:
         architecture = self.config.model.architecture
-        return RouteShape(
+        return ReplayShape(
             num_moe_layers=len(self.replay.layers),
             num_experts=architecture.num_experts,
             top_k=architecture.num_experts_per_tok,
@@ -135,7 +156,10 @@ class Engine:
 
     def micro_batches(self, groups: Iterable[Sequence[Sample]], *, replay: bool | None = None) -> list[MicroBatch]:
         """One micro-batch for each group of samples of this data-parallel rank. Collective over all ranks."""
-        use_routes = self.replaying if replay is None else replay
+        with timed(self.seconds, "batches"):
+            return self._micro_batches(groups, self.replaying if replay is None else replay)
+
+    def _micro_batches(self, groups: Iterable[Sequence[Sample]], use_routes: bool) -> list[MicroBatch]:
         sizes = layout_sizes(sequence_parallel=bool(self.transformer.sequence_parallel))
         shape = self.route_shape if use_routes and self.replay.layers else None
         groups = [list(group) for group in groups]
@@ -191,7 +215,8 @@ class Engine:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self._reduce(self._schedule(batches, _scaled(loss, loss_scale), forward_only=False))
-        updated, grad_norm, _ = self.optimizer.step()
+        with timed(self.seconds, "optimizer"):
+            updated, grad_norm, _ = self.optimizer.step()
         if not updated or not np.isfinite(float(grad_norm)):
             names = ", ".join(sample.name for batch in batches for sample in batch.samples[:4])
             raise T1Error(
@@ -200,6 +225,10 @@ class Engine:
                 remedy="look at the trajectories' log-probs and rewards; a smaller learning rate or clip_grad may help",
             )
         self.optimizer_steps += 1
+        if self.replay.options.load and self.replaying:
+            with timed(self.seconds, "sums"):
+                expert_parallel = self.config.layout.expert
+                sums.update(expert_load(self.replay, expert_parallel=expert_parallel, device=self.backend.device))
         sums["grad_norm"] = torch.tensor([float(grad_norm), 1.0], dtype=torch.float64)
         sums["learning_rate"] = torch.tensor([rate, 1.0], dtype=torch.float64)
         return sums
@@ -211,12 +240,13 @@ class Engine:
 
     def score(self, batches: list[MicroBatch], read: TokenReader) -> list[dict[str, torch.Tensor]]:
         """Per-loss-token numbers of each micro-batch: float32 [N] for every name `read` returns, on every rank."""
-        return score(self.modules, batches, read, self.replay)
+        with timed(self.seconds, "passes"):
+            return score(self.modules, batches, read, self.replay)
 
     def record_routes(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """The model's own choices for each micro-batch: [T_local, L_local, K] in compact dtype. One pipeline stage."""
         recorded = []
-        with torch.no_grad():
+        with torch.no_grad(), timed(self.seconds, "passes"):
             for module in self.modules:
                 module.eval()
             for batch in batches:
@@ -227,10 +257,15 @@ class Engine:
         return recorded
 
     def _schedule(self, batches: list[MicroBatch], loss: LossFunction, *, forward_only: bool) -> list[Sums]:
-        return run_schedule(self.modules, batches, loss, self.replay, forward_only=forward_only)
+        with timed(self.seconds, "passes"):
+            return run_schedule(self.modules, batches, loss, self.replay, forward_only=forward_only)
 
     def _reduce(self, sums: list[Sums]) -> Sums:
         """Add [sum, count] pairs over micro-batches and ranks; each token counts once (trl#6380)."""
+        with timed(self.seconds, "sums"):
+            return self._reduced(sums)
+
+    def _reduced(self, sums: list[Sums]) -> Sums:
         own = merge(sums)
         names = names_everywhere(own)
         table = torch.zeros(len(names), 2, dtype=torch.float64, device=self.backend.device)

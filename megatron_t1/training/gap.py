@@ -39,7 +39,7 @@ def score_rollout(context: Context, engine: Engine, samples: list[Sample]) -> di
         share(context, samples, groups, "trainer_logprobs")
     if options.replay.measure_gap and engine.replaying:
         metrics.update(_score(context, engine, groups, replay=False, suffix="no_replay", field="native_logprobs"))
-        metrics.update(_route_difference(context, engine, groups))
+        metrics.update({f"gap/{name}": value for name, value in route_shares(context, engine, groups).items()})
     return metrics
 
 
@@ -77,8 +77,11 @@ def _score(
     return {f"gap/{name}_{suffix}": value for name, value in metrics.items()}
 
 
-def _route_difference(context: Context, engine: Engine, groups: list[list[Sample]]) -> dict[str, float]:
-    """Native choices against the recorded ones. Where each rank sees whole layers and sequences only."""
+def route_shares(context: Context, engine: Engine, groups: list[list[Sample]]) -> dict[str, float]:
+    """Native choices against the recorded ones: route_difference, token_route_difference, expert_difference.
+
+    Collective. Empty where a rank sees only a part of the layers or sequences.
+    """
     layout = context.config.layout
     if layout.pipeline > 1 or layout.context > 1 or layout.tensor > 1:
         return {}
@@ -90,7 +93,7 @@ def _route_difference(context: Context, engine: Engine, groups: list[list[Sample
         parts.append(route_difference(batch.routes.routes, native, known))
     own = {name: pair.to(context.backend.device) for name, pair in token_sums.merge(parts).items()}
     shared = token_sums.reduce(own, context.replicas)
-    return {f"gap/{name}": value for name, value in token_sums.means(shared).items()}
+    return token_sums.means(shared)
 
 
 def _recorded(engine: Engine, groups: list[list[Sample]]) -> tuple[list, list[torch.Tensor]]:

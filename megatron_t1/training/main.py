@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_t1.config.compose import load_run_config
+from megatron_t1.config.schema import Config
 from megatron_t1.errors import readable
-from megatron_t1.model.backend import select_backend
+from megatron_t1.model.backend import Backend, select_backend
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
 
-ROLES = ("sft", "critic", "actor", "export")
+ROLES = ("sft", "warmup", "critic", "actor", "export")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,8 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
         parser.error(f"unknown role {', '.join(unknown)}; known: {', '.join(ROLES)}")
+    return guarded(lambda: run_roles(Path(options.run), options.iteration, roles, options.overrides))
+
+
+def guarded(work: Callable[[], None]) -> int:
+    """Exit status of a rank's work. An error is said where the launcher looks for it, and ends the process at once."""
     try:
-        run_roles(Path(options.run), options.iteration, roles, options.overrides)
+        work()
     except Exception as error:
         said = readable(error)
         text = f"\n{traceback.format_exc()}" if said is None else f" {said}"
@@ -45,21 +51,31 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[str]) -> None:
-    started = time.perf_counter()
+def joined(run_dir: Path, overrides: list[str]) -> tuple[Config, Backend]:
+    """The run's configuration and this machine's backend, in a process that has met all others. Collective."""
     config = load_run_config(run_dir, overrides)
     backend = select_backend(config.cluster.backend)
     backend.prepare()  # before anything imports Megatron
 
-    import torch.distributed as dist
-
     from megatron_t1.model.build import resolve_architecture
-    from megatron_t1.model.parallel import destroy_parallel, initialize_parallel
-    from megatron_t1.training.context import Context
-    from megatron_t1.training.inputs import require_inputs
+    from megatron_t1.model.parallel import initialize_parallel
 
     config.model.architecture = resolve_architecture(config.model)
     initialize_parallel(config.layout, backend, config.run.seed, architecture=config.model.architecture)
+    return config, backend
+
+
+def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[str]) -> None:
+    started = time.perf_counter()
+    config, backend = joined(run_dir, overrides)
+
+    import torch.distributed as dist
+
+    from megatron_t1.model.parallel import destroy_parallel
+    from megatron_t1.training.context import Context
+    from megatron_t1.training.inputs import require_inputs
+
+    dist.barrier()  # who is slow to start is waited for here, and not in the first role's own time
     start_s = time.perf_counter() - started
     for role in roles:
         context = Context(config, backend, iteration)
@@ -69,7 +85,7 @@ def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[s
         with context.timed("verify"):
             require_inputs(context, role)
         result = _phase(role)(context)
-        context.timings_s["total"] = time.perf_counter() - began + context.timings_s["start"]
+        result.timings_s["total"] = time.perf_counter() - began + context.timings_s["start"]
         dist.barrier()
         if context.is_writer:
             result.write(RunPaths.of(run_dir).phase(iteration, role))
@@ -80,10 +96,11 @@ def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[s
 
 
 def _phase(role: str) -> Callable[..., PhaseResult]:
-    from megatron_t1.training import actor, critic, export, sft
+    from megatron_t1.training import actor, critic, export, sft, stored
 
     phases = {
         "sft": sft.run_sft,
+        "warmup": stored.run_warmup,
         "critic": critic.run_critic,
         "actor": actor.run_actor,
         "export": export.run_export,

@@ -43,16 +43,22 @@ def packed_forward(module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 
 
 def micro_step(
-    module: torch.nn.Module, batch: MicroBatch, loss: LossFunction, replay: RoutingReplay
+    module: torch.nn.Module, batch: MicroBatch, loss: LossFunction, replay: RoutingReplay | None
 ) -> tuple[torch.Tensor, Reduction]:
     """What a schedule's forward step returns: the chunk's output, and the function that makes a loss of it.
 
     Args:
         module: a chunk, bare or wrapped; one of those `replay` was made for.
         batch: without routes the routers choose natively.
+        replay: None: nothing is bound to the routers, and no batch has routes.
     """
-    with contextlib.nullcontext() if batch.routes is not None else replay.native():
-        output = replay.run(module, batch.routes, lambda: packed_forward(module, batch))
+    if replay is None:
+        if batch.routes is not None:
+            raise RuntimeError("a micro-batch has routes, and nothing that replays them")
+        output = packed_forward(module, batch)
+    else:
+        with contextlib.nullcontext() if batch.routes is not None else replay.native():
+            output = replay.run(module, batch.routes, lambda: packed_forward(module, batch))
 
     def reduce(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         total, sums = loss(result, batch)
@@ -66,7 +72,7 @@ def run_schedule(
     modules: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
     loss: LossFunction,
-    replay: RoutingReplay,
+    replay: RoutingReplay | None,
     *,
     forward_only: bool,
 ) -> list[Sums]:
@@ -92,7 +98,7 @@ def run_schedule(
 
 @torch.no_grad()
 def score(
-    modules: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], read: TokenReader, replay: RoutingReplay
+    modules: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], read: TokenReader, replay: RoutingReplay | None
 ) -> list[dict[str, torch.Tensor]]:
     """Per-loss-token numbers of each micro-batch: float32 [N] for every name `read` returns, on every rank."""
     training = [module.training for module in modules]
@@ -178,6 +184,7 @@ def read_logprobs(
     temperature: float,
     projected_at_once: int,
     wide: bool = False,
+    rounded: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """Log-probs (and entropies) of this rank's loss tokens, fp32 [n], at the sampling temperature.
 
@@ -185,6 +192,7 @@ def read_logprobs(
         chunk: the bare last chunk of a policy (model.heads), which put out `hidden` [1, s/tp, H].
         projected_at_once: tokens projected to the vocabulary at a time.
         wide: multiply by the vocabulary projection in fp32, forward and backward, whatever its type.
+        rounded: round the logits to this type.
     """
     rows = loss_hidden(chunk, hidden)[0, batch.positions]
     first_id, _ = vocabulary_rows(chunk)
@@ -200,6 +208,7 @@ def read_logprobs(
         chunk=projected_at_once,
         reduce_hidden_grad=False,  # loss_hidden does it
         wide=wide,
+        rounded=rounded,
     )
     return {"logprobs": logprobs, "entropy": entropies}
 

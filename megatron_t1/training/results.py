@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_t1.training.engine import Engine
 from megatron_t1.training.samples import SampleSet
 
 
@@ -17,3 +18,8 @@ def batch_metrics(data: SampleSet) -> dict[str, float]:
         "batch/mean_reward": float(rewards.mean()),
         "batch/reward_std": float(rewards.std()),
     }
+
+
+def engine_timings(engine: Engine) -> dict[str, float]:
+    """What the engine spent its time on, as parts of a phase's own timings: `engine/passes`, `engine/optimizer`, ..."""
+    return {f"engine/{name}": seconds for name, seconds in engine.seconds.items()}

@@ -7,7 +7,8 @@ shifted against another one: positions are only assigned in `batch.py`, by the l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,14 @@ class SampleSet:
         return sum(sample.loss_tokens for sample in self.samples)
 
 
-def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any]) -> SampleSet:
+def load_rollouts(
+    directory: Path, config: Config, model_facts: Mapping[str, Any], *, only: Collection[str] | None = None
+) -> SampleSet:
     """Trainable trajectories of a rollout, in the order of their ids.
 
     Args:
         model_facts: fields of the sampling contract that the model in training fixes, and its vocab_size.
+        only: ids of the trajectories that are wanted; None: all.
 
     Raises:
         IncompleteError: the rollout is missing or holds nothing to train on.
@@ -89,7 +93,9 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
     """
     if not directory.is_dir():
         raise IncompleteError("no rollout to train on", where=str(directory), remedy="run the rollout phase first")
-    selection = select(RolloutStore(directory), timed_out_policy=config.env.timed_out_policy)
+    store = RolloutStore(directory)
+    wanted = (store.load(name) for name in store.ids() if only is None or name in only)
+    selection = select(wanted, timed_out_policy=config.env.timed_out_policy)
     if not selection.kept:
         raise IncompleteError(
             f"none of {len(selection.excluded)} trajectories can be trained on: {selection.counts}",
@@ -101,6 +107,8 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
         "temperature": config.rollout.temperature,
         "top_p": config.rollout.top_p,
     }
+    own_router = expected.pop("router_dtype", "")
+    warn_of_other_router(selection.kept, own_router, where=str(directory))
     replaying = config.train.replaying_roles
     for trajectory in selection.kept:
         where = f"{directory}, trajectory {trajectory.header.trajectory_id}"
@@ -111,6 +119,7 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
                 remedy="demonstrations belong to `t1 train sft`",
             )
         trajectory.header.contract.require_equal(expected, where=where)
+        trajectory.header.contract.require_comparable(where=where)
         _require_known_ids(trajectory, model_facts.get("vocab_size", 0), where)
         if replaying:
             if trajectory.routes is None:
@@ -127,6 +136,30 @@ def load_rollouts(directory: Path, config: Config, model_facts: Mapping[str, Any
                 num_moe_layers=expected["num_moe_layers"],
             )
     return SampleSet([Sample.of(trajectory) for trajectory in selection.kept], selection.counts)
+
+
+def router_dtype(config: Config) -> str:
+    """Type of the router's logits in training; "" for a model without experts."""
+    if not config.model.architecture.num_experts:
+        return ""
+    return config.model.dtype if config.train.router_dtype == "model" else config.train.router_dtype
+
+
+def warn_of_other_router(trajectories: Iterable[Trajectory], own: str, *, where: str) -> None:
+    """Warn where the sampler's routers computed in another type than training's: near ties fall otherwise.
+
+    No error: replay takes the sampler's choice whatever the type, and what is left (the gates' probabilities) is
+    rounding, as in the rest of a bfloat16 model. prime-rl#2952 Automodel#3650
+    """
+    contracts = [trajectory.header.contract for trajectory in trajectories if trajectory.header.contract is not None]
+    others = sorted({contract.router_dtype for contract in contracts} - {"", own})
+    if others and own:
+        warnings.warn(
+            f"{where}: the sampler's routers computed in {', '.join(others)}, training's compute in {own}; without "
+            "replay they choose other experts. train.router_dtype=model (in a checkout: no --moe-router-dtype) takes "
+            "the model's type; `t1 gap` says what that changes",
+            stacklevel=2,
+        )
 
 
 def load_demonstrations(directory: Path, *, vocab_size: int = 0, tokenizer_sha256: str = "") -> list[Sample]:

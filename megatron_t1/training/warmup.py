@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from megatron_t1.config.schema import CriticConfig
 from megatron_t1.errors import T1Error
 from megatron_t1.ppo.statistics import explained_variance
-from megatron_t1.ppo.sums import Sums
+from megatron_t1.ppo.sums import Sums, means, merge
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine, LossFunction
 from megatron_t1.training.samples import Sample
@@ -21,6 +22,7 @@ from megatron_t1.training.scoring import score_groups, share
 from megatron_t1.training.updates import update_epoch
 
 FIELD = "held_out_values"
+NAME = "held_out_explained_variance"
 
 
 def split_tasks(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
@@ -45,29 +47,29 @@ def split_tasks(samples: list[Sample], count: int) -> tuple[list[Sample], list[S
         raise T1Error(
             f"holding out {count} trajectories of whole tasks leaves none of {len(samples)} to train on",
             where="train.critic.warmup_holdout",
-            remedy="lower it, or raise rollout.tasks_per_iteration",
+            remedy="lower it, or roll out more tasks",
         )
     return [s for s in samples if s.task in held_out], [s for s in samples if s.task not in held_out]
 
 
 class StopRule:
-    """When a series stops rising: no new best for `patience` epochs, after at least `minimum` of them."""
+    """When a series stops rising: no new best for `patience` values, after at least `minimum` of them."""
 
     def __init__(self, minimum: int, patience: int):
         self.minimum, self.patience = minimum, patience
-        self.best, self.best_epoch, self.epochs = -math.inf, 0, 0
+        self.best, self.best_at, self.count = -math.inf, 0, 0
 
     def add(self, value: float) -> bool:
-        """Whether the value of this epoch is the best yet; one that isn't a number never is."""
-        self.epochs += 1
+        """Whether this value is the best yet; one that isn't a number never is."""
+        self.count += 1
         if value > self.best:
-            self.best, self.best_epoch = value, self.epochs
+            self.best, self.best_at = value, self.count
             return True
         return False
 
     @property
     def is_over(self) -> bool:
-        return self.epochs >= self.minimum and self.epochs - self.best_epoch >= self.patience
+        return self.count >= self.minimum and self.count - self.best_at >= self.patience
 
 
 def explained(samples: list[Sample], gamma: float, values: Callable[[Sample], np.ndarray]) -> float:
@@ -82,57 +84,106 @@ def explained(samples: list[Sample], gamma: float, values: Callable[[Sample], np
     return explained_variance(*arrays)
 
 
-def task_means(samples: list[Sample]) -> dict[str, float]:
-    """Mean reward of each task: what a predictor that knows the task, and nothing of what happened, can say."""
+def explained_by_tasks(samples: list[Sample], gamma: float) -> float:
+    """Explained variance of a predictor that knows each task's mean reward, and nothing of what happened; or NaN.
+
+    The means are those of these very samples, which explain too much where tasks have few attempts. What they leave is
+    therefore divided by its degrees of freedom, trajectories minus tasks: on average the result is that of the true
+    means. NaN where no task has two attempts.
+    """
     rewards: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         rewards[sample.task].append(sample.reward)
-    return {task: float(np.mean(own)) for task, own in rewards.items()}
+    if len(rewards) == len(samples):
+        return math.nan
+    task_means = {task: float(np.mean(own)) for task, own in rewards.items()}
+    found = explained(samples, gamma, lambda sample: np.full(sample.loss_tokens, task_means[sample.task]))
+    return 1.0 - (1.0 - found) * len(samples) / (len(samples) - len(rewards))
+
+
+@dataclass
+class WarmUp:
+    """What a warm-up came to.
+
+    Attributes:
+        steps: sums of every optimizer step.
+        metrics: of the held-out tasks, and where the best critic was found.
+        history: one entry for each measurement: `step` (optimizer steps of this warm-up), `epoch`,
+            `held_out_explained_variance`, and the mean `value_loss` on the training tasks since the one before (which
+            the first, before any step, has not).
+    """
+
+    steps: list[Sums]
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
 
 
 def warm_up(
-    context: Context, engine: Engine, samples: list[Sample], loss: LossFunction, save: Callable[[], None], *, seed: int
-) -> tuple[list[Sums], dict[str, float], list[float]]:
+    context: Context,
+    engine: Engine,
+    held_out: list[Sample],
+    training: list[Sample],
+    loss: LossFunction,
+    save: Callable[[], None],
+    *,
+    seed: int,
+    parts: int | None = None,
+    before_epoch: Callable[[int], None] = lambda epoch: None,
+) -> WarmUp:
     """Epochs over the training tasks until the held-out explained variance stops rising.
+
+    It is measured every `train.critic.minibatches` optimizer steps and at the end of each epoch; minimum and patience
+    are counted in epochs.
 
     Args:
         save: keeps the critic as it is now; called at every new best, so the last one kept is the best. Where the
             explained variance is never a number (all rewards equal) there is none.
-
-    Returns:
-        Sums of every optimizer step; metrics of the held-out tasks; the explained variance before and after each epoch.
+        parts: optimizer steps of an epoch; None: `train.critic.minibatches`, so there is one measurement an epoch.
+        before_epoch: called with the number of each epoch before it begins.
     """
     options: CriticConfig = context.config.train.critic
-    gamma = context.config.train.gae.gamma
-    held_out, training = split_tasks(samples, options.warmup_holdout)
+    gamma, every = context.config.train.gae.gamma, options.minibatches
     groups = context.groups(held_out)
+    parts = min(parts or every, len(training))
+    each = math.ceil(parts / every)  # measurements of an epoch
+    rule = StopRule(options.warmup_min_epochs * each, options.warmup_patience * each)
+    steps: list[Sums] = []
 
-    def measure() -> float:
+    def measured() -> float:
         score_groups(engine, groups, engine.values, "values", field=FIELD)
         share(context, held_out, groups, FIELD)
         return explained(held_out, gamma, lambda sample: sample.fields[FIELD])
 
-    rule, steps, history = StopRule(options.warmup_min_epochs, options.warmup_patience), [], [measure()]
+    history = [{"step": 0, "epoch": 0.0, NAME: measured()}]
     for epoch in range(options.warmup_epochs):
-        steps += update_epoch(context, engine, training, loss, seed=seed, epoch=epoch)
-        history.append(measure())
-        if rule.add(history[-1]):
-            save()
-        context.say(f"critic warm-up, epoch {epoch + 1}: held-out explained variance {history[-1]:.3f}")
+        before_epoch(epoch)
+        for done, sums in enumerate(
+            update_epoch(context, engine, training, loss, seed=seed, epoch=epoch, parts=parts), start=1
+        ):
+            steps.append(sums)
+            if done % every and done < parts:
+                continue
+            recent = steps[history[-1]["step"] :]
+            now = {"step": len(steps), "epoch": epoch + done / parts, NAME: measured()}
+            history.append({**now, "value_loss": means(merge(recent))["value_loss"]})
+            if rule.add(now[NAME]):
+                save()
+            context.say(
+                f"critic warm-up, epoch {now['epoch']:.3g} (step {len(steps)}): "
+                f"held-out explained variance {now[NAME]:.3f}"
+            )
+            if rule.is_over:
+                break
         if rule.is_over:
             break
-    means = task_means(held_out)
-    return (
-        steps,
-        {
-            "critic/held_out_trajectories": float(len(held_out)),
-            "critic/held_out_explained_variance_before": history[0],
-            "critic/held_out_explained_variance": history[rule.best_epoch or -1],
-            "critic/held_out_explained_variance_task_mean": explained(
-                held_out, gamma, lambda sample: np.full(sample.loss_tokens, means[sample.task])
-            ),
-            "critic/warmup_epochs": float(rule.epochs),
-            "critic/warmup_best_epoch": float(rule.best_epoch),
-        },
-        history,
-    )
+    best = history[rule.best_at or -1]
+    metrics = {
+        "critic/held_out_trajectories": float(len(held_out)),
+        f"critic/{NAME}_before": history[0][NAME],
+        f"critic/{NAME}": best[NAME],
+        f"critic/{NAME}_task_mean": explained_by_tasks(held_out, gamma),
+        "critic/warmup_epochs": history[-1]["epoch"],
+        "critic/warmup_best_epoch": best["epoch"] if rule.best_at else 0.0,
+        "critic/warmup_stopped_rising": float(rule.is_over),
+    }
+    return WarmUp(steps, metrics, history)

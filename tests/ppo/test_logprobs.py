@@ -52,7 +52,7 @@ def test_values_and_gradients(temperature, chunk, padded):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_on_a_large_vocabulary(dtype):  # OpenRLHF#634 transformers#31267 torchtitan#3667
+def test_error_on_a_large_vocabulary(dtype):  # OpenRLHF#634 transformers#31267 torchtitan#3667 prime-rl#2438
     states, weight, targets = inputs(128, 64, 32_768, scale=0.3)
     states, weight = states.to(dtype), weight.to(dtype)
     logprobs, entropy = token_logprobs(states, weight, targets, chunk=50)
@@ -62,6 +62,17 @@ def test_error_on_a_large_vocabulary(dtype):  # OpenRLHF#634 transformers#31267 
     if dtype == torch.bfloat16:
         careless = (states @ weight.t()).log_softmax(dim=1).gather(1, targets[:, None]).squeeze(1)
         assert (careless - exact[0]).abs().mean() > 1e-3  # what the chunked fp32 path is there to avoid
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_logits_are_those_of_an_engine_that_puts_out_bfloat16(dtype):  # OpenRLHF#634
+    states, weight, targets = inputs(64, 32, 500, scale=0.5)
+    states, weight = states.to(dtype), weight.to(dtype)
+    found, _ = token_logprobs(states, weight, targets, temperature=0.7, chunk=7, rounded=torch.bfloat16)
+    logits = (states.float() @ weight.float().t()).to(torch.bfloat16).double() / 0.7
+    expected = logits.log_softmax(dim=1).gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    assert (found - token_logprobs(states, weight, targets, temperature=0.7)[0]).abs().mean() > 1e-3
 
 
 def test_low_precision_gradients_have_the_dtype_of_their_input():

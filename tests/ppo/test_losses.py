@@ -104,7 +104,7 @@ def test_masked_tokens_may_hold_anything(batch):
 
 
 @pytest.mark.parametrize("count", [0, 5])
-def test_nothing_to_train_on_gives_zero_with_a_graph(count):  # NeMo-RL#158 Automodel#3796 verl#498
+def test_nothing_to_train_on_gives_zero_with_a_graph(count):  # NeMo-RL#158 Automodel#3796 Automodel#3797 verl#498
     new, values = torch.zeros(count, requires_grad=True), torch.zeros(count, requires_grad=True)
     nothing = torch.zeros(count)
     bad = torch.full((count,), float("nan"))

@@ -23,3 +23,12 @@ def make_run(tmp_path, model):
         return config
 
     return make
+
+
+@pytest.fixture
+def run(backend):
+    """Run one phase of one iteration: run("critic", config, 0)."""
+    from megatron_t1.training.context import Context
+    from megatron_t1.training.main import _phase
+
+    return lambda role, config, iteration=0: _phase(role)(Context(config, backend, iteration))

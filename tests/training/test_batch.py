@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch
+from megatron_t1.training.batch import MicroBatch, ReplayShape, build_micro_batch
 from megatron_t1.training.samples import Sample
 from tests.training.synthetic import EXPERTS, GARBAGE, LAYERS, TOP_K, samples
 
-SHAPE = RouteShape(num_moe_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, expert_parallel=2)
+SHAPE = ReplayShape(num_moe_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, expert_parallel=2)
 LONE = dict(context_size=1, context_rank=0, tensor_size=1, tensor_rank=0, sequence_parallel=False)
 
 
-def build(group: list[Sample], *, shape: RouteShape | None = SHAPE, **sizes) -> MicroBatch:
+def build(group: list[Sample], *, shape: ReplayShape | None = SHAPE, **sizes) -> MicroBatch:
     return build_micro_batch(group, layout_sizes={**LONE, **sizes}, route_shape=shape, device=torch.device("cpu"))
 
 

@@ -65,7 +65,7 @@ def test_the_gradients_are_ones(reference_gradients, results):
 @pytest.mark.parametrize("case", selected(), ids=lambda case: case.name)
 @pytest.mark.timeout(3600)
 def test_the_split_changes_nothing(results, reference_gradients, backend, case):
-    # verl#6957 miles#3231 slime#2235 prime-rl#2358 Megatron-LM#936
+    # verl#6957 miles#3231 slime#2235 prime-rl#2358 prime-rl#2359 prime-rl#2562 Megatron-LM#936
     directory, found = results
     for role in ROLES:
         expected = found[REFERENCE.name][role]

@@ -5,11 +5,16 @@ The gradients of many more layouts are compared by test_invariance.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
+from megatron_t1.trajectory.store import RolloutStore
 from tests.distributed import run_distributed
+from tests.tiny_model import ARCHITECTURE
 from tests.training.synthetic import run_config, save_config, write_rollout
 from tests.training.weights import distance, parameters
 
@@ -34,7 +39,7 @@ class Reference:
 
     def run(self, directory, *, capacity=256, **layout):
         config = run_config(directory, self.model, **layout)
-        config.train.replay.critic = True
+        config.train.replay.critic = config.train.replay.load = True
         config.train.capacity = capacity
         config.train.actor.minibatches = 5  # the last one of a single trajectory: a second replica has nothing to do
         save_config(config)
@@ -53,6 +58,21 @@ def test_the_update_is_one(reference):
     assert reference.metrics["actor/optimizer_steps"] == 5
     assert reference.metrics["actor/clip_fraction"] > 0 and reference.metrics["gap/route_difference"] > 0.1
     assert reference.metrics["gap/logprob_gap_no_replay"] != reference.metrics["gap/logprob_gap_replay"]
+
+
+def test_expert_load_is_that_of_the_recorded_routes(reference, tmp_path):  # slime#2308 Megatron-LM#5542
+    """The critic's single epoch takes the recorded experts; only each last token, which has no row, takes its own."""
+    from megatron_t1.training.context import Context
+    from megatron_t1.training.critic import run_critic
+
+    config = reference.run(tmp_path / "run")
+    config.train.critic = replace(config.train.critic, minibatches=1, epochs=1)
+    metrics = run_critic(Context(config, reference.backend, 0)).metrics
+    episodes = list(RolloutStore(RunPaths.of(config.run.dir).rollouts(0)))
+    rows = np.concatenate([episode.routes[episode.routed] for episode in episodes])
+    counts = np.stack([np.bincount(layer.ravel(), minlength=ARCHITECTURE.num_experts) for layer in rows.swapaxes(0, 1)])
+    assert metrics["critic/expert_load_max"] == pytest.approx((counts.max(1) / counts.mean(1)).mean(), rel=0.03)
+    assert metrics["critic/experts_unused"] == 0.0 and metrics["critic/expert_rank_load_max"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -80,7 +100,7 @@ def test_same_update_in_every_layout(reference, tmp_path, processes, capacity, l
     else:
         assert metrics.keys() == reference.metrics.keys()
     for name, value in metrics.items():
-        if "/packing_" in name:  # how well the micro-batches are filled is the split itself
+        if "/packing_" in name or "/expert_rank_" in name:  # the split itself; experts of a rank by the ranks there are
             continue
         assert value == pytest.approx(reference.metrics[name], rel=2e-4, abs=2e-5), name
     for role, weights in reference.weights.items():

@@ -10,7 +10,14 @@ from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.routing.validation import RoutesError
 from megatron_t1.training.results import batch_metrics
-from megatron_t1.training.samples import Sample, attach, load_demonstrations, load_rollouts, tokenizer_digest
+from megatron_t1.training.samples import (
+    Sample,
+    attach,
+    load_demonstrations,
+    load_rollouts,
+    router_dtype,
+    tokenizer_digest,
+)
 from megatron_t1.trajectory.record import EndReason, Origin, Verdict
 from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
 from megatron_t1.trajectory.store import RolloutStore
@@ -50,7 +57,8 @@ def test_records_become_samples_in_the_order_of_their_ids(tmp_path):
     ("field", "sampled", "trained"),
     [
         ("tokenizer_sha256", "1" * 64, "0" * 64),
-        ("temperature", 0.7, 1.0),  # miles#1345
+        ("temperature", 0.7, 1.0),  # miles#1345 OpenRLHF#853 OpenRLHF#857 verl#6240 vime#69
+        ("top_p", 0.9, 1.0),  # ms-swift#8427 marin#1879
         ("chat_format", "other", "chatml_bash"),
         ("model_dtype", "bfloat16", "float32"),
         ("num_experts", 16, EXPERTS),
@@ -87,7 +95,7 @@ def test_routes_of_no_expert_are_named_by_token_and_layer(tmp_path):
     stored(tmp_path, replace(record, routes=routes))
     with pytest.raises(RoutesError) as caught:
         load_rollouts(tmp_path, Config(), FACTS)
-    assert "task-0" in caught.value.where and "token 5, MoE layer 2" in caught.value.where
+    assert "task-0" in caught.value.where and "token 5, MoE layer 3" in caught.value.where
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
@@ -192,3 +200,35 @@ def test_a_changed_demonstration_is_refused(tmp_path):
     path.write_bytes(content)
     with pytest.raises(IncompleteError, match="digest"):
         load_demonstrations(tmp_path)
+
+
+@pytest.mark.parametrize(("sampler", "router", "warned"), [("bfloat16", "float32", True), ("bfloat16", "model", False),
+                                                           ("", "float32", False)])  # fmt: skip
+def test_routers_of_another_type_are_said(tmp_path, recwarn, sampler, router, warned):  # prime-rl#2952 Automodel#3650
+    agreed = contract(model_dtype="bfloat16", router_dtype=sampler)
+    config = Config()
+    config.model.dtype, config.train.router_dtype = "bfloat16", router
+    facts = {**FACTS, "model_dtype": "bfloat16", "router_dtype": router_dtype(config)}
+    load_rollouts(stored(tmp_path, episode("task-0", agreed=agreed)), config, facts)
+    found = [str(warning.message) for warning in recwarn if "routers" in str(warning.message)]
+    assert bool(found) == warned
+    if warned:
+        assert "computed in bfloat16, training's compute in float32" in found[0]
+
+
+@pytest.mark.parametrize(("mode", "temperature"), [("raw", 0.7), ("unknown", 1.0), ("raw", 1.0), ("processed", 0.7)])
+def test_log_probs_of_another_mode_are_refused(tmp_path, mode, temperature):  # vllm#42259
+    config = Config()
+    config.rollout.temperature = temperature
+    stored(tmp_path, episode("task-0", agreed=contract(logprobs_mode=mode, temperature=temperature)))
+    if (mode, temperature) in (("raw", 1.0), ("processed", 0.7)):
+        assert load_rollouts(tmp_path, config, FACTS).samples
+    else:
+        with pytest.raises(MismatchError, match=mode):
+            load_rollouts(tmp_path, config, FACTS)
+
+
+def test_some_trajectories_of_a_rollout(tmp_path):
+    stored(tmp_path, *(episode(f"task{number}-0") for number in range(3)))
+    found = load_rollouts(tmp_path, Config(), FACTS, only={"task2-0", "task0-0"})
+    assert [sample.name for sample in found.samples] == ["task0-0", "task2-0"]

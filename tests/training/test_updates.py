@@ -23,7 +23,7 @@ def epoch(monkeypatch):
     monkeypatch.setattr(Context, "replica", property(lambda self: 0))
     monkeypatch.setattr(Context, "replica_count", property(lambda self: 1))
 
-    def run(data, denominator="step", minibatches=3, seed=0, number=0):
+    def run(data, denominator="step", minibatches=3, seed=0, number=0, parts=None):
         config = Config()
         config.train.loss_denominator = denominator
         seen = []
@@ -34,9 +34,10 @@ def epoch(monkeypatch):
 
         engine = SimpleNamespace(
             optimizer_config=ActorConfig(minibatches=minibatches), micro_batches=lambda groups: groups,
-            train_step=train_step,
+            train_step=train_step, seconds={},
         )  # fmt: skip
-        steps = update_epoch(Context(config, None, 0), engine, data, None, seed=seed, epoch=number)
+        steps = list(update_epoch(Context(config, None, 0), engine, data, None, seed=seed, epoch=number, parts=parts))
+        assert len(steps) == len(seen) and engine.seconds["packing"] > 0
         assert all(step["packing_fill"][0] > 0 and step["packing_imbalance"][0] == 1 for step in steps)
         return seen
 
@@ -49,6 +50,7 @@ def test_every_trajectory_once_in_an_epoch_and_the_same_again(epoch):
     assert sorted(name for names, _ in steps for name in names) == sorted(sample.name for sample in data)
     assert [len(names) for names, _ in steps] == [4, 3, 3]
     assert steps == epoch(data)
+    assert [len(names) for names, _ in epoch(data, parts=5)] == [2] * 5
     assert steps != epoch(data, seed=1) and steps != epoch(data, number=1)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_t1.errors import T1Error
 from megatron_t1.training.samples import Sample
-from megatron_t1.training.warmup import StopRule, explained, split_tasks, task_means
+from megatron_t1.training.warmup import StopRule, explained, explained_by_tasks, split_tasks
 
 
 def sample(task: str, attempt: int, reward: float = 0.0, tokens: int = 3) -> Sample:
@@ -43,7 +43,7 @@ def test_when_a_series_stops_rising():
             rule.add(value)
             if rule.is_over:
                 break
-        return rule.epochs, rule.best_epoch
+        return rule.count, rule.best_at
 
     rising = [0.1, 0.3, 0.2, 0.25, 0.1, 0.9]
     assert epochs(rising, 1, 2) == (4, 2)
@@ -53,11 +53,23 @@ def test_when_a_series_stops_rising():
     assert epochs([0.5, 0.5, 0.5], 1, 2) == (3, 1)  # no better is no rise
 
 
-def test_trajectories_weigh_equally_and_tasks_have_means():
+def test_trajectories_weigh_equally():
     samples = [sample("a", 0, 1.0, tokens=2), sample("a", 1, 3.0, tokens=50), sample("b", 0, 8.0, tokens=5)]
-    means = task_means(samples)
-    assert means == {"a": 2.0, "b": 8.0}
+    means = {"a": 2.0, "b": 8.0}
     found = explained(samples, 1.0, lambda one: np.full(one.loss_tokens, means[one.task]))
     assert found == pytest.approx(1 - np.var([-1.0, 1.0, 0.0]) / np.var([1.0, 3.0, 8.0]))
+    # Three trajectories of two tasks: one degree of freedom is left for what the tasks don't explain.
+    assert explained_by_tasks(samples, 1.0) == pytest.approx(1 - 3 * (1 - found))
+    assert math.isnan(explained_by_tasks([samples[0], samples[2]], 1.0))
     assert explained(samples, 0.9, lambda one: one.reward * 0.9 ** np.arange(one.loss_tokens)[::-1]) == pytest.approx(1)
     assert math.isnan(explained(samples[:1], 1.0, lambda one: np.zeros(one.loss_tokens)))
+
+
+def test_what_tasks_explain_is_what_their_true_means_would():
+    """Two attempts at each task: the means of the very attempts would explain half of the noise as well."""
+    random = np.random.default_rng(0)
+    rewards = {f"t{number}": random.normal() for number in range(3000)}
+    samples = [sample(task, n, mean + random.normal(), tokens=1) for task, mean in rewards.items() for n in (0, 1)]
+    truth = explained(samples, 1.0, lambda one: np.array([rewards[one.task]]))
+    assert truth == pytest.approx(0.5, abs=0.03)
+    assert explained_by_tasks(samples, 1.0) == pytest.approx(truth, abs=0.03)
