@@ -1,7 +1,8 @@
 """environment/Dockerfile as a list of steps that a sandbox without a container engine can follow.
 
-Understood: FROM, WORKDIR, COPY, ADD of local files, ENV, RUN. FROM is not pulled: the sandbox's own base system stands
-in for it. Everything else is refused by name, because an ignored instruction would quietly make another task of it.
+Understood: FROM, ARG, ENV, WORKDIR, COPY, ADD of local files, USER, SHELL, RUN. FROM is not pulled: a base system
+stands in for it (sandbox.base). Everything else is refused by name, because an ignored instruction would quietly make
+another task of it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import posixpath
 import re
 import shlex
@@ -19,8 +21,12 @@ from pathlib import Path
 
 from megatron_t1.errors import T1Error
 
-UNDERSTOOD = ("FROM", "WORKDIR", "COPY", "ADD", "ENV", "RUN")
+UNDERSTOOD = ("FROM", "ARG", "ENV", "WORKDIR", "COPY", "ADD", "USER", "SHELL", "RUN")
+SHELL = ("/bin/sh", "-c")  # of RUN, unless SHELL says otherwise
+ROOT_USER = "0"
 HARMLESS = ("COMMENT", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL")  # nothing before the agent
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,17 @@ class CopyFiles:
 
 @dataclass(frozen=True)
 class RunCommand:
-    command: str
+    """Attributes: words: what is executed; shell_form: whether the last is a shell's line; user: as USER names it."""
+
+    words: tuple[str, ...]
     workdir: str
     env: Mapping[str, str]
+    shell_form: bool = True
+    user: str = ROOT_USER
+
+    @property
+    def line(self) -> str:
+        return self.words[-1] if self.shell_form else shlex.join(self.words)
 
 
 Step = MakeDirectory | CopyFiles | RunCommand
@@ -49,9 +63,13 @@ Step = MakeDirectory | CopyFiles | RunCommand
 
 @dataclass(frozen=True)
 class Image:
+    """Attributes: base: the image that FROM names; user: of the agent and the verifier, as USER names it."""
+
     workdir: str
     env: Mapping[str, str]
     steps: tuple[Step, ...]
+    base: str = ""
+    user: str = ROOT_USER
 
 
 def load_image(environment_dir: Path, *, where: str) -> Image:
@@ -60,6 +78,23 @@ def load_image(environment_dir: Path, *, where: str) -> Image:
     Raises:
         T1Error: there is none, or it asks for something that this backend can't do; all such lines are listed.
     """
+    path, instructions = require_dockerfile(environment_dir, where=where)
+    builder = _Builder(environment_dir)
+    for instruction in instructions:
+        builder.follow(instruction)
+    if not builder.base and not builder.problems:
+        builder.problems.append("there is no FROM")
+    if builder.problems:
+        raise T1Error("; ".join(builder.problems), where=f"{where}: {path}", remedy="use only " + ", ".join(UNDERSTOOD))
+    return Image(builder.workdir, builder.env, tuple(builder.steps), builder.base, builder.user)
+
+
+def require_dockerfile(environment_dir: Path, *, where: str) -> tuple[Path, list[dict]]:
+    """environment/Dockerfile and its instructions, whatever they are.
+
+    Raises:
+        T1Error: there is none, or it can't be parsed.
+    """
     path = environment_dir / "Dockerfile"
     try:
         text = path.read_text()
@@ -67,15 +102,10 @@ def load_image(environment_dir: Path, *, where: str) -> Image:
         raise T1Error(
             f"can't read the Dockerfile: {error}", where=f"{where}: {path}", remedy="add environment/Dockerfile"
         ) from error
-    builder = _Builder(environment_dir)
-    for instruction in _parse(text, path):
-        builder.follow(instruction)
-    if builder.problems:
-        raise T1Error("; ".join(builder.problems), where=f"{where}: {path}", remedy="use only " + ", ".join(UNDERSTOOD))
-    return Image(builder.workdir, builder.env, tuple(builder.steps))
+    return path, parse_dockerfile(text, path)
 
 
-def _parse(text: str, path: Path) -> list[dict]:
+def parse_dockerfile(text: str, path: Path) -> list[dict]:
     from dockerfile_parse import DockerfileParser
 
     try:
@@ -91,9 +121,10 @@ class _Builder:
         self.context = context
         self.workdir = "/"
         self.env: dict[str, str] = {}
+        self.arguments: dict[str, str] = {}
         self.steps: list[Step] = []
         self.problems: list[str] = []
-        self._stages = 0
+        self.base, self.user, self.shell = "", ROOT_USER, SHELL
 
     def follow(self, instruction: dict) -> None:
         name, value, line = (
@@ -111,9 +142,30 @@ class _Builder:
             self.problems.append(f"line {line}: {error}")
 
     def _from(self, value: str) -> None:
-        self._stages += 1
-        if self._stages > 1:
+        words = [word for word in self._expand(value).split() if not word.startswith("--platform")]
+        if self.base:
             raise ValueError("FROM: more than one build stage is not supported")
+        if not words or (len(words) != 1 and (len(words) != 3 or words[1].upper() != "AS")):
+            raise ValueError(f"FROM: {value!r} is not one image")
+        self.base, self.arguments = words[0], {}  # an ARG before FROM is FROM's alone
+
+    def _arg(self, value: str) -> None:
+        for word in shlex.split(value):
+            name, _, default = word.partition("=")
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"ARG: {word!r} is not NAME or NAME=default")
+            self.arguments[name] = self._expand(default) or _platform_arguments().get(name, "")
+
+    def _user(self, value: str) -> None:
+        self.user = self._expand(value)
+        if not re.fullmatch(r"[\w.-]+(:[\w.-]+)?", self.user):
+            raise ValueError(f"USER: {value!r} is not a user, or user:group")
+
+    def _shell(self, value: str) -> None:
+        words = _json_words(value)
+        if not words:
+            raise ValueError(f"SHELL: {value!r} is not a JSON list of words")
+        self.shell = tuple(words)
 
     def _workdir(self, value: str) -> None:
         self.workdir = posixpath.normpath(posixpath.join(self.workdir, self._expand(_unquote(value))))
@@ -126,20 +178,20 @@ class _Builder:
             return
         for word in shlex.split(value):
             name, equals, content = word.partition("=")
-            if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            if not equals or not _NAME.fullmatch(name):
                 raise ValueError(f"ENV: {word!r} is not NAME=value")
             self.env[name] = self._expand(content)
 
     def _run(self, value: str) -> None:
         if value.startswith("--"):
             raise ValueError(f"RUN: option {value.split()[0]} is not supported")
-        command = value
-        if value.startswith("["):
-            try:
-                command = shlex.join(json.loads(value))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"RUN: {value!r} is not a JSON list of words") from error
-        self.steps.append(RunCommand(command, self.workdir, dict(self.env)))
+        if value.startswith("<<"):
+            raise ValueError("RUN: here-documents are not supported")
+        words = _json_words(value) if value.startswith("[") else None
+        env = {**self.arguments, **self.env}
+        self.steps.append(
+            RunCommand(tuple(words or (*self.shell, value)), self.workdir, env, shell_form=not words, user=self.user)
+        )
 
     def _add(self, value: str) -> None:
         if "://" in value or re.search(r"\.(tar(\.\w+)?|tgz|txz|tbz2?)(\s|\"|$)", value):
@@ -147,17 +199,21 @@ class _Builder:
         self._copy(value)
 
     def _copy(self, value: str) -> None:
-        words = json.loads(value) if value.startswith("[") else shlex.split(value)
+        words = _json_words(value) if value.startswith("[") else shlex.split(value)
+        if words is None:
+            raise ValueError(f"COPY: {value!r} is not a JSON list of words")
         mode = None
         while words and words[0].startswith("--"):
             option, _, content = words.pop(0).partition("=")
             if option == "--chmod":
                 mode = int(content, 8)
-            elif option != "--chown":  # there is one user in the sandbox
+            elif option not in ("--chown", "--link"):  # there is one owner of files in the sandbox
                 raise ValueError(f"COPY: option {option} is not supported")
         if len(words) < 2:
             raise ValueError("COPY: needs a source and a destination")
         *sources, destination = (self._expand(word) for word in words)
+        if _ignores_files(self.context):
+            raise ValueError("COPY: environment/.dockerignore is not supported")
         into_directory = destination.endswith("/") or destination in (".", "..") or len(sources) > 1
         target = posixpath.normpath(posixpath.join(self.workdir, destination))
         files: dict[str, tuple[bytes, int]] = {}
@@ -204,9 +260,35 @@ class _Builder:
     def _expand(self, text: str) -> str:
         return re.sub(
             r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))",
-            lambda match: self.env.get(match[1] or match[3]) or match[2] or "",
+            lambda match: self._value(match[1] or match[3]) or match[2] or "",
             text,
         )
+
+    def _value(self, name: str) -> str:
+        return self.env.get(name, self.arguments.get(name, ""))
+
+
+def _platform_arguments() -> dict[str, str]:
+    """What BuildKit sets when it is declared with ARG."""
+    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    names = {"OS": "linux", "ARCH": architecture, "PLATFORM": f"linux/{architecture}"}
+    return {f"{side}{name}": value for side in ("TARGET", "BUILD") for name, value in names.items()}
+
+
+def _json_words(text: str) -> list[str] | None:
+    try:
+        words = json.loads(text)
+    except ValueError:
+        return None
+    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+
+
+def _ignores_files(context: Path) -> bool:
+    try:
+        lines = (context / ".dockerignore").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.strip() and not line.startswith("#") for line in lines)
 
 
 def _unquote(text: str) -> str:

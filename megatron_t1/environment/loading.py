@@ -1,96 +1,168 @@
-"""Read and write tasks in Harbor's format: task.toml, instruction.md, environment/, tests/test.sh, solution/."""
+"""Find tasks, load them, write them: directories in Harbor's format or the older Terminal-Bench format, and lists.
+
+A list is a text file that names task directories, one a line, relative to itself; `t1 tasks check` writes one of the
+tasks that it proved. A line is a path, or a JSON object with `path` and, to hold a task to what was proven, `sha256`.
+"""
 
 from __future__ import annotations
 
-import re
-import tomllib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_t1.environment.image import load_image
+from megatron_t1 import atomic
+from megatron_t1.environment import terminal_bench
+from megatron_t1.environment.digest import task_digest
+from megatron_t1.environment.harbor_format import read_task
 from megatron_t1.environment.task import Files, Task
+from megatron_t1.environment.toml_text import quoted, toml_document
 from megatron_t1.errors import T1Error
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+TASK_FILES = ("task.toml", "instruction.md", terminal_bench.TASK_FILE)
+SHOWN_PROBLEMS = 20
 
 
-def load_tasks(directory: str | Path) -> list[Task]:
-    """Every task below `directory` (one folder each), sorted by name.
+@dataclass(frozen=True)
+class TaskFolder:
+    """A place where a task should lie.
+
+    Attributes:
+        sha256: of its files (`digest.task_digest`) when it was proven; "" for any content.
+    """
+
+    path: Path
+    sha256: str = ""
+
+
+def find_tasks(path: str | Path) -> list[TaskFolder]:
+    """The task directories that `path` names, sorted by name: the folders in a directory, or the lines of a list.
 
     Raises:
-        T1Error: the directory is missing or holds no task, or some task is broken; lists the problems of all of them.
+        T1Error: there is nothing, it names no task, or two tasks of one name.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise T1Error(
-            "there is no such task directory", where=str(directory), remedy="make one with: t1 tasks generate"
-        )
-    folders = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
-    folders = [folder for folder in folders if (folder / "task.toml").exists() or (folder / "instruction.md").exists()]
-    if not folders:
-        raise T1Error(
-            "no task (folder with task.toml) in it", where=str(directory), remedy="give the folder above the tasks"
-        )
+    path = Path(path)
+    if path.is_dir():
+        folders = [folder for folder in path.iterdir() if not folder.name.startswith(".") and folder.is_dir()]
+        found = [TaskFolder(folder) for folder in folders if any((folder / name).exists() for name in TASK_FILES)]
+        remedy = "give the folder above the tasks"
+    elif path.is_file():
+        found = _read_list(path)
+        remedy = "name one task directory on each line"
+    else:
+        raise T1Error("there is no such task directory", where=str(path), remedy="make one with: t1 tasks generate")
+    if not found:
+        raise T1Error("no task (folder with task.toml) in it", where=str(path), remedy=remedy)
+    found.sort(key=lambda folder: folder.path.name)
+    for one, other in zip(found, found[1:], strict=False):
+        if one.path.name == other.path.name:
+            raise T1Error(
+                f"two tasks are named {one.path.name!r}: {one.path} and {other.path}",
+                where=str(path),
+                remedy="rename one of the folders",
+            )
+    return found
+
+
+def load_tasks(path: str | Path, *, engine_builds: bool = False) -> list[Task]:
+    """Every task of a task directory or list, sorted by name.
+
+    Args:
+        engine_builds: see `builds_dockerfiles`; without it a Dockerfile has to be one that bubblewrap can follow.
+
+    Raises:
+        T1Error: there is none, or some are broken, have changed since they were proven, or need what can't be played
+            here; lists the problems of all of them.
+    """
+    folders = find_tasks(path)
     tasks, problems = [], []
     for folder in folders:
         try:
-            tasks.append(load_task(folder))
+            task = load_task(folder.path, engine_builds=engine_builds)
+            if folder.sha256 and folder.sha256 != task_digest(folder.path):
+                problems.append(f"{folder.path.name}: changed since `t1 tasks check` proved it")
+            elif task.obstacles:
+                problems.append(f"{folder.path.name}: can't be played: {'; '.join(task.obstacles)}")
+            else:
+                tasks.append(task)
         except T1Error as error:
-            problems.append(f"{folder.name}: {error.problem}")
+            problems.append(f"{folder.path.name}: {error.problem}")
     if problems:
-        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        more = len(problems) - SHOWN_PROBLEMS
+        shown = "\n  ".join(problems[:SHOWN_PROBLEMS]) + (f"\n  and {more} more" if more > 0 else "")
         raise T1Error(
-            f"{len(problems)} of {len(folders)} tasks are broken:\n  {shown}",
-            where=str(directory),
-            remedy="repair or remove these tasks",
+            f"{len(problems)} of {len(folders)} tasks are broken or can't be played:\n  {shown}",
+            where=str(path),
+            remedy="repair or remove these tasks; `t1 tasks check` writes a list without them",
         )
     return tasks
 
 
-def load_task(directory: str | Path) -> Task:
-    """One task.
+def load_task(directory: str | Path, *, engine_builds: bool = False) -> Task:
+    """One task. A directory with task.yaml is read by Harbor's own rules for Terminal-Bench's format.
+
+    Args:
+        engine_builds: as in `load_tasks`.
 
     Raises:
         T1Error: lists every problem of this task, by file and field.
     """
     directory = Path(directory)
-    problems: list[str] = []
-    if not _NAME.fullmatch(directory.name):
-        problems.append(f"folder name {directory.name!r}: letters, digits, '.', '_' and '-' only")
-    table = _Table(_read_toml(directory / "task.toml", problems), problems)
-    instruction = _read_instruction(directory / "instruction.md", problems)
-    test_script = directory / "tests" / "test.sh"
-    if not test_script.is_file():
-        problems.append("tests/test.sh: missing (a task without a verifier can't be scored)")
-    elif not test_script.read_bytes().strip():
-        problems.append("tests/test.sh: empty")
-    if (directory / "steps").is_dir():
-        problems.append("steps/: tasks of several steps are not supported")
     try:
-        load_image(directory / "environment", where=directory.name)
-    except T1Error as error:
-        problems.append(f"environment/Dockerfile: {error.problem}")
-    metadata = table.table("metadata")
-    baseline = metadata.get("baseline", -1)
-    if isinstance(baseline, bool) or not isinstance(baseline, int) or baseline < -1:
-        problems.append(f"task.toml: metadata.baseline: {baseline!r} is not a number of checks")
-    task = Task(
-        name=directory.name,
-        instruction=instruction,
-        directory=directory.resolve(),
-        workdir=table.text("environment", "workdir"),
-        env=table.environment("environment"),
-        verifier_env=table.environment("verifier"),
-        verifier_timeout_s=table.seconds("verifier", "timeout_sec", 600.0),
-        agent_timeout_s=table.seconds("agent", "timeout_sec", 600.0),
-        baseline=baseline,
-        metadata=metadata,
-    )
-    if task.workdir and not task.workdir.startswith("/"):
-        problems.append(f"task.toml: environment.workdir: {task.workdir!r} is not an absolute path")
+        if not (directory / "task.toml").exists() and (directory / terminal_bench.TASK_FILE).exists():
+            return terminal_bench.read_task(directory, engine_builds=engine_builds)
+        return read_task(directory, engine_builds=engine_builds)
+    except OSError as error:
+        raise T1Error(
+            f"can't be read: {error.strerror or error}",
+            where=str(error.filename or directory),
+            remedy="check its permissions",
+        ) from error
+
+
+def write_list(path: str | Path, folders: Sequence[TaskFolder]) -> None:
+    """Write a list of tasks, complete or not at all; paths are relative to it where they lie below or beside it."""
+    path = Path(path).resolve()
+    lines = []
+    for folder in sorted(folders, key=lambda folder: folder.path.name):
+        entry = {"path": os.path.relpath(folder.path.resolve(), path.parent)}
+        lines.append(json.dumps(entry | ({"sha256": folder.sha256} if folder.sha256 else {})))
+    atomic.write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def _read_list(path: Path) -> list[TaskFolder]:
+    found, problems = [], []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise T1Error(f"can't read the list of tasks: {error}", where=str(path), remedy="check the file") from error
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            folder = _list_entry(line, path.parent)
+            if not folder.path.is_dir():
+                raise ValueError(f"there is no directory {folder.path}")
+            found.append(folder)
+        except (ValueError, RecursionError, OSError) as error:
+            problems.append(f"line {number}: {error}")
     if problems:
-        raise T1Error("; ".join(problems), where=str(directory), remedy="repair the task")
-    return task
+        raise T1Error(
+            "; ".join(problems[:SHOWN_PROBLEMS]),
+            where=str(path),
+            remedy="a line is the path of a task directory, or what `t1 tasks check` writes",
+        )
+    return found
+
+
+def _list_entry(line: str, base: Path) -> TaskFolder:
+    entry = json.loads(line) if line.startswith("{") else {"path": line}
+    name, digest = entry.get("path"), entry.get("sha256", "")
+    if not isinstance(name, str) or not name or not isinstance(digest, str):
+        raise ValueError(f"{line[:80]!r} has no path")
+    return TaskFolder(base / name, digest)
 
 
 def write_task(task: Task, directory: str | Path) -> None:
@@ -103,7 +175,7 @@ def write_task(task: Task, directory: str | Path) -> None:
     (directory / "task.toml").write_text(_toml(task))
     workdir = task.image.workdir
     lines = ["FROM debian:12-slim"]
-    lines += [f"ENV {name}={_quote(value)}" for name, value in task.env.items()]
+    lines += [f"ENV {name}={quoted(value)}" for name, value in task.env.items()]
     lines += [f"WORKDIR {workdir}/{path}" for path in task.content.directories]  # creates it, without a shell
     lines.append(f"WORKDIR {workdir}")
     _write_files(directory / "environment" / "files", task.content.files)
@@ -124,87 +196,12 @@ def _write_files(directory: Path, files: Files) -> None:
 
 
 def _toml(task: Task) -> str:
-    lines = ['schema_version = "1.4"', "", "[metadata]"]
-    metadata = {**task.metadata, "baseline": task.baseline}
-    lines += [f"{name} = {_toml_value(value)}" for name, value in metadata.items()]
-    lines += ["", "[agent]", f"timeout_sec = {task.agent_timeout_s}", "", "[verifier]"]
-    lines += [f"timeout_sec = {task.verifier_timeout_s}", "", "[environment]", 'network_mode = "no-network"']
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return _quote(value)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    raise TypeError(f"task metadata can't hold {value!r}")
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
-
-
-def _read_toml(path: Path, problems: list[str]) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        problems.append("task.toml: missing")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        problems.append(f"task.toml: {error}")
-    return {}
-
-
-def _read_instruction(path: Path, problems: list[str]) -> str:
-    try:
-        text = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"instruction.md: {'missing' if isinstance(error, FileNotFoundError) else error}")
-        return ""
-    if not text:
-        problems.append("instruction.md: empty")
-    return text
-
-
-class _Table:
-    """Typed access to task.toml that notes every wrong type."""
-
-    def __init__(self, raw: dict[str, Any], problems: list[str]):
-        self._raw, self._problems = raw, problems
-
-    def table(self, section: str) -> dict[str, Any]:
-        value = self._raw.get(section, {})
-        if isinstance(value, dict):
-            return value
-        self._note(section, "is not a table", value)
-        return {}
-
-    def _note(self, field: str, problem: str, value: Any) -> None:
-        message = f"task.toml: {field}: {value!r} {problem}"
-        if message not in self._problems:
-            self._problems.append(message)
-
-    def text(self, section: str, field: str) -> str:
-        value = self.table(section).get(field, "")
-        if isinstance(value, str):
-            return value
-        self._note(f"{section}.{field}", "is not a text", value)
-        return ""
-
-    def seconds(self, section: str, field: str, default: float) -> float:
-        value = self.table(section).get(field, default)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e7:
-            return float(value)
-        self._note(f"{section}.{field}", "is not a positive number of seconds", value)
-        return default
-
-    def environment(self, section: str) -> dict[str, str]:
-        value = self.table(section).get("env", {})
-        if isinstance(value, dict) and all(isinstance(item, str) and "\0" not in item for item in value.values()):
-            return dict(value)
-        self._note(f"{section}.env", "is not a table of texts", value)
-        return {}
+    return toml_document(
+        {
+            "schema_version": "1.4",
+            "metadata": {**task.metadata, "baseline": task.baseline},
+            "agent": {"timeout_sec": task.agent_timeout_s},
+            "verifier": {"timeout_sec": task.verifier_timeout_s},
+            "environment": {"network_mode": "no-network"},
+        }
+    )

@@ -1,22 +1,31 @@
-"""Read what a verifier left: CTRF, reward.json, reward.txt. From bytes to checks; anything odd is refused."""
+"""Read what a verifier left, from bytes to the status of each check; anything odd is refused with its reason.
+
+From most to least detail: CTRF (ctrf.io), the JUnit report that pytest itself writes, reward.json, reward.txt.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from xml.etree import ElementTree
 
-CTRF, REWARD_JSON, REWARD_TEXT = "ctrf.json", "reward.json", "reward.txt"
-RESULT_FILES = (CTRF, REWARD_JSON, REWARD_TEXT)  # from most to least detail
-CTRF_STATUSES = ("passed", "failed", "skipped", "pending", "other")
+CTRF, PYTEST, REWARD_JSON, REWARD_TEXT = "ctrf.json", "pytest.xml", "reward.json", "reward.txt"
+RESULT_FILES = (CTRF, PYTEST, REWARD_JSON, REWARD_TEXT)  # from most to least detail
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+STATUSES = (PASSED, FAILED, SKIPPED, "pending", "other")  # CTRF's; only `passed` counts
 MAX_CHECKS = 10_000
+MAX_NAME = 1_000  # characters of a check's name
+
+Statuses = dict[str, str]  # check name -> one of STATUSES
 
 
 class ResultError(ValueError):
     """A result file that doesn't say what it must."""
 
 
-def read_ctrf(content: bytes) -> dict[str, bool]:
-    """Check name -> passed, from a Common Test Report (ctrf.io). What is skipped or pending doesn't pass."""
+def read_ctrf(content: bytes) -> Statuses:
+    """Status of each test of a Common Test Report. A name that comes again gets a number."""
     report = _json(content)
     try:
         results = report["results"]
@@ -24,51 +33,131 @@ def read_ctrf(content: bytes) -> dict[str, bool]:
         statuses = [(test["name"], test["status"]) for test in tests]
     except (TypeError, KeyError, AttributeError) as error:
         raise ResultError(f"no results.tests with name and status ({error!r})") from error
-    if not statuses:
-        raise ResultError("no check ran")
-    if len(statuses) > MAX_CHECKS:
-        raise ResultError(f"{len(statuses)} checks, at most {MAX_CHECKS}")
-    checks: dict[str, bool] = {}
+    checks: Statuses = {}
     for name, status in statuses:
-        if not isinstance(name, str) or status not in CTRF_STATUSES:
-            raise ResultError(f"check {name!r} has status {status!r}")
+        if not isinstance(name, str) or status not in STATUSES:
+            raise ResultError(f"check {_short(name)} has status {_short(status)}")
         unique, number = name, 2
         while unique in checks:
             unique, number = f"{name} #{number}", number + 1
-        checks[unique] = status == "passed"
-    for field, found in (("tests", len(checks)), ("passed", sum(checks.values()))):
+        checks[unique] = status
+    _require_sane(checks)
+    passed = sum(status == PASSED for status in checks.values())
+    for field, found in (("tests", len(checks)), ("passed", passed)):
         said = summary.get(field, found) if isinstance(summary, dict) else None
         if said != found:
-            raise ResultError(f"its summary says {field}={said!r}, its list of checks {found}")
+            raise ResultError(f"its summary says {field}={_short(said)}, its list of checks {found}")
     return checks
 
 
-def read_reward_json(content: bytes) -> dict[str, bool]:
+def read_pytest(content: bytes) -> Statuses:
+    """Status of each test of a JUnit report as pytest writes it, under `class::name`.
+
+    A file that can't be collected is one failed check. A test that failed and then failed again while it was torn down
+    comes twice there, and is one check.
+    """
+    if b"<!DOCTYPE" in content or b"<!ENTITY" in content or b"\0" in content:  # NUL: UTF-16, which could hide them
+        raise ResultError("declares entities, or isn't UTF-8")
+    try:
+        root = ElementTree.fromstring(content)
+    except (ElementTree.ParseError, ValueError, LookupError) as error:  # LookupError: an encoding nobody knows
+        raise ResultError(f"not XML: {str(error)[:100]}") from error
+    suites = [root] if root.tag == "testsuite" else root.findall("testsuite") if root.tag == "testsuites" else []
+    if not suites:
+        raise ResultError(f"no testsuite in <{root.tag[:40]}>")
+    checks: Statuses = {}
+    for suite in suites:
+        cases = suite.findall("testcase")
+        names = [_case_name(case) for case in cases]
+        for name, case in zip(names, cases, strict=True):
+            status = _case_status(case)
+            checks[name] = status if checks.get(name, PASSED) == PASSED else checks[name]
+        said = suite.get("tests")
+        if said is not None and said not in (str(len(names)), str(len(set(names)))):
+            raise ResultError(f"a suite says tests={_short(said)}, it lists {len(names)}")
+        if (counts := [suite.get(kind, "0") for kind in ("failures", "errors")]) == ["0", "0"]:
+            continue
+        if not any(checks[name] == FAILED for name in names):
+            raise ResultError(f"a suite says failures={counts[0][:20]}, errors={counts[1][:20]}, it lists none")
+    _require_sane(checks)
+    return checks
+
+
+def read_reward_json(content: bytes) -> Statuses:
     """A flat object of finite numbers from 0 to 1; each is one check, passed at 1."""
     rewards = _json(content)
     if not isinstance(rewards, dict) or not rewards:
         raise ResultError("not an object of named rewards")
-    return {str(name): _share(value, name) >= 1.0 for name, value in rewards.items()}
+    checks = {str(name): _status(_share(value, name) >= 1.0) for name, value in rewards.items()}
+    _require_sane(checks)
+    return checks
 
 
-def read_reward_text(content: bytes) -> dict[str, bool]:
+def read_reward_text(content: bytes) -> Statuses:
     """One finite number from 0 to 1: a single check, passed at 1."""
     try:
         value = float(content.decode("ascii").strip())
     except ValueError as error:
         raise ResultError(f"{content[:40]!r} is not a number") from error
-    return {"reward": _share(value, "reward") >= 1.0}
+    return {"reward": _status(_share(value, "reward") >= 1.0)}
 
 
-READERS = {CTRF: read_ctrf, REWARD_JSON: read_reward_json, REWARD_TEXT: read_reward_text}
+READERS: dict[str, Callable[[bytes], Statuses]] = {
+    CTRF: read_ctrf, PYTEST: read_pytest, REWARD_JSON: read_reward_json, REWARD_TEXT: read_reward_text,
+}  # fmt: skip
+
+
+def own_rewards(files: dict[str, bytes]) -> dict[str, float]:
+    """Numbers of reward.json, else of reward.txt; {} where neither is there and sane."""
+    try:
+        if REWARD_JSON in files:
+            return {str(name): _share(value, name) for name, value in json.loads(files[REWARD_JSON]).items()}
+        return {"reward": _share(float(files[REWARD_TEXT]), "reward")} if REWARD_TEXT in files else {}
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def _case_name(case: ElementTree.Element) -> str:
+    parts = [case.get("classname") or "", case.get("name") or ""]
+    name = "::".join(part for part in parts if part)
+    if not name:
+        raise ResultError("a testcase without a name")
+    return name
+
+
+def _case_status(case: ElementTree.Element) -> str:
+    tags = {child.tag for child in case}
+    return FAILED if tags & {"failure", "error"} else SKIPPED if "skipped" in tags else PASSED
+
+
+def _status(passed: bool) -> str:
+    return PASSED if passed else FAILED
+
+
+def _require_sane(checks: Statuses) -> None:
+    if not checks:
+        raise ResultError("no check ran")
+    if len(checks) > MAX_CHECKS:
+        raise ResultError(f"{len(checks)} checks, at most {MAX_CHECKS}")
+    for name in checks:
+        if len(name) > MAX_NAME:
+            raise ResultError(f"a check's name has {len(name)} characters, at most {MAX_NAME}")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a character, which no record can hold
+            raise ResultError(f"check name {_short(name)} is no text") from error
 
 
 def _share(value: object, name: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ResultError(f"{name} is {value!r}, not a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
+        raise ResultError(f"{_short(name)} is {_short(value)}, not a finite number")
     if not 0.0 <= value <= 1.0:
-        raise ResultError(f"{name} is {value!r}, outside 0 to 1")
+        raise ResultError(f"{_short(name)} is {_short(value)}, outside 0 to 1")
     return float(value)
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]
 
 
 def _json(content: bytes) -> object:

@@ -1,26 +1,89 @@
-"""From a verdict to a reward. Any callable `verdict -> dict` with a constructor argument `scale` can be used.
+"""From a verdict to a reward: docs/rewards.md.
 
-A reward is paid once, at the end of the trajectory. An untrusted verdict has no reward at all: {} and not zero, so that
-a broken verifier excludes a trajectory instead of punishing it (rllm#677, strands-env#183).
+A reward is any callable `(verdict, baseline) -> components` that can be made with `scale=...`: `baseline` says which
+checks pass, by name, when nothing is done (None: unknown), and of the components "total" is what is paid, once, at the
+end of the trajectory. All of them stay in the record. An untrusted verdict has no reward at all: {} and not zero, so
+that a broken verifier excludes a trajectory instead of punishing it (rllm#677, strands-env#183).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+from megatron_t1.errors import T1Error
 from megatron_t1.trajectory.record import Verdict
+
+Components = dict[str, float]
+
+
+class Reward(Protocol):
+    """A class with `needs_baseline = True` is only used on tasks whose baseline is known by check name."""
+
+    def __call__(self, verdict: Verdict, baseline: Mapping[str, bool] | None = None) -> Components: ...
 
 
 @dataclass(frozen=True)
 class DenseReward:
-    """scale x number of checks that pass: absolute, with one scale for the whole training, never normalised (T1)."""
+    """scale x number of checks that pass: absolute, with one scale for the whole training, never normalised (T1).
+
+    Args:
+        scale: reward of one check.
+        cap: most checks of one task that are paid; inf: all (the paper's). Ours, for sets in which a few tasks with
+            very many checks would dominate.
+    """
 
     scale: float = 0.25
+    cap: float = math.inf
 
-    def __call__(self, verdict: Verdict) -> dict[str, float]:
+    def __call__(self, verdict: Verdict, baseline: Mapping[str, bool] | None = None) -> Components:
         if not verdict.trusted:
             return {}
-        return {"total": self.scale * verdict.passed, "passed": float(verdict.passed)}
+        paid = min(float(verdict.passed), self.cap)
+        return {"total": self.scale * paid, "passed": float(verdict.passed), **_capped(verdict.passed, self.cap)}
+
+
+@dataclass(frozen=True)
+class GainReward:
+    """scale x (checks gained - penalty x checks broken), ours (Repo2RLEnv#44 documents the need).
+
+    A check is gained when, by name, it failed when nothing was done and passes now; broken when it passed then and
+    doesn't now. What passed all along pays nothing. A check that nobody knew at baseline failed then.
+
+    Args:
+        scale: reward of one gained check.
+        penalty: what a broken check costs, in gained checks; 0: nothing.
+        cap: most checks of one task that are paid; inf: all.
+    """
+
+    scale: float = 0.25
+    penalty: float = 1.0
+    cap: float = math.inf
+
+    needs_baseline = True
+
+    def __call__(self, verdict: Verdict, baseline: Mapping[str, bool] | None = None) -> Components:
+        """Raises T1Error where the verdict is trusted and the baseline isn't known."""
+        if not verdict.trusted:
+            return {}
+        if baseline is None:
+            raise T1Error(
+                "what passes when nothing is done is not known by check name",
+                where="reward.GainReward",
+                remedy="run `t1 tasks check` on the tasks, or use reward=dense",
+            )
+        gained = sum(passed and not baseline.get(name, False) for name, passed in verdict.checks.items())
+        broken = sum(passed and not verdict.checks.get(name, False) for name, passed in baseline.items())
+        paid = min(float(gained), self.cap)
+        return {
+            "total": self.scale * (paid - self.penalty * broken),
+            "passed": float(verdict.passed),
+            "gained": float(gained),
+            "broken": float(broken),
+            **_capped(gained, self.cap),
+        }
 
 
 @dataclass(frozen=True)
@@ -29,7 +92,7 @@ class BinaryReward:
 
     scale: float = 2.0
 
-    def __call__(self, verdict: Verdict) -> dict[str, float]:
+    def __call__(self, verdict: Verdict, baseline: Mapping[str, bool] | None = None) -> Components:
         if not verdict.trusted:
             return {}
         return {"total": self.scale * verdict.solved, "passed": float(verdict.passed)}
@@ -41,7 +104,12 @@ class RatioReward:
 
     scale: float = 2.0
 
-    def __call__(self, verdict: Verdict) -> dict[str, float]:
+    def __call__(self, verdict: Verdict, baseline: Mapping[str, bool] | None = None) -> Components:
         if not verdict.trusted or verdict.total == 0:
             return {}
         return {"total": self.scale * verdict.passed / verdict.total, "passed": float(verdict.passed)}
+
+
+def _capped(checks: int, cap: float) -> Components:
+    """Checks that a cap leaves unpaid, where there is one."""
+    return {"capped": max(0.0, checks - cap)} if math.isfinite(cap) else {}

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_t1.config.schema import Config
+from megatron_t1.environment.reward import Reward
 from megatron_t1.environment.sandbox.interface import CommandResult, Sandbox, SandboxLost
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
-from megatron_t1.rollout.engine.completion import RouteShape
+from megatron_t1.rollout.budget import EpisodeLimits, within
+from megatron_t1.rollout.engine.completion import EngineRoutes
 from megatron_t1.rollout.engine.errors import EngineRequestFailed
 from megatron_t1.rollout.formats import (
     ChatFormat,
@@ -36,34 +37,6 @@ from megatron_t1.trajectory.record import EndReason, Header, Origin, Trajectory,
 FORMAT_PROBLEMS_IN_A_ROW = 3  # a policy that has lost the format gains nothing from more turns; ours
 TURN_ATTEMPTS = 2  # a turn whose request failed is sampled again before the whole episode is; ours
 Verifier = Callable[[Sandbox, Task, float], Awaitable[Verdict]]
-Reward = Callable[[Verdict], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """What bounds an episode. Tokens of one trajectory, seconds, characters of an observation."""
-
-    max_turns: int
-    max_context: int
-    max_tokens_per_turn: int
-    command_timeout_s: float
-    agent_timeout_s: float
-    verifier_timeout_s: float
-    output_limit: int
-    min_turns: int = 0
-
-    @classmethod
-    def of(cls, config: Config, *, max_turns: int = 0) -> EpisodeLimits:
-        return cls(
-            max_turns=max_turns or config.env.max_turns,
-            max_context=config.rollout.max_context,
-            max_tokens_per_turn=config.rollout.max_tokens_per_turn,
-            command_timeout_s=config.env.command_timeout_s,
-            agent_timeout_s=config.env.agent_timeout_s,
-            verifier_timeout_s=config.env.verifier_timeout_s,
-            output_limit=config.env.output_limit,
-            min_turns=config.env.min_turns,
-        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +60,7 @@ async def run_episode(
     chat: ChatFormat,
     limits: EpisodeLimits,
     *,
-    route_shape: RouteShape | None = None,
+    route_shape: EngineRoutes | None = None,
     verify: Verifier | None = None,
     reward: Reward | None = None,
 ) -> Trajectory:
@@ -114,13 +87,12 @@ async def run_episode(
         try:
             await episode.play()
             if verify is not None:
-                with episode.timed("verifier"):
-                    episode.verdict = await verify(sandbox, attempt.task, limits.verifier_timeout_s)
+                await episode.score(verify)
             break
         except (SandboxLost, EngineRequestFailed) as error:
             episode.lost(error)
         except ConversationRefused as error:
-            episode.untrusted(EndReason.FORMAT_ERROR, error)
+            episode.untrusted(EndReason.CONVERSATION_REFUSED, error)
             break
     return episode.finish(reward)
 
@@ -133,7 +105,7 @@ class _Episode:
         sampler: Sampler,
         chat: ChatFormat,
         limits: EpisodeLimits,
-        route_shape: RouteShape | None,
+        route_shape: EngineRoutes | None,
     ):
         self.attempt, self.sandbox, self.sampler, self.chat, self.limits = attempt, sandbox, sampler, chat, limits
         self.stream = TokenStream(route_shape, policy=attempt.policy)
@@ -149,7 +121,7 @@ class _Episode:
         conversation = opening(task, self.chat, limits.max_context)
         self.stream.append(conversation.prompt, Origin.PROMPT)
         with self.timed("sandbox"):
-            await self.sandbox.start(task)
+            await within(limits.start_timeout_s, self.sandbox.start(task), "the sandbox's start")
         deadline = time.monotonic() + min(limits.agent_timeout_s, task.agent_timeout_s)
         problems_in_a_row = 0
         while True:
@@ -188,6 +160,14 @@ class _Episode:
             for span in reply:
                 self.stream.append(span.ids, span.origin)
 
+    async def score(self, verify: Verifier) -> None:
+        """Count what was achieved, in the verifier's own time; sets `verdict`."""
+        task, limits = self.attempt.task, self.limits
+        limit = min(limits.verifier_timeout_s, task.verifier_timeout_s)
+        with self.timed("verifier"):
+            verifying = verify(self.sandbox, task, limit)
+            self.verdict = await within(limit + limits.teardown_timeout_s, verifying, "the verifier")
+
     def lost(self, error: T1Error) -> None:
         lost_sandbox = isinstance(error, SandboxLost)
         self.untrusted(EndReason.SANDBOX_LOST if lost_sandbox else EndReason.ENGINE_LOST, error)
@@ -209,6 +189,9 @@ class _Episode:
             "route_differences": self.stream.route_differences,
         }
         pays = reward is not None and self.verdict is not None and self.verdict.trusted
+        known = self.attempt.task.baseline_checks
+        if pays and known is None and getattr(reward, "needs_baseline", False):
+            pays = False  # of an evaluation; the tasks of a rollout are looked at before it starts
         header = Header(
             trajectory_id=self.attempt.trajectory_id,
             task=self.attempt.task.name,
@@ -217,7 +200,7 @@ class _Episode:
             policy_versions=self.stream.policy_versions if self.sampler.contract is not None else (),
             end_reason=self.end_reason,
             verdict=self.verdict,
-            reward=reward(self.verdict) if pays else {},
+            reward=reward(self.verdict, known) if pays else {},
             contract=self.sampler.contract,
             counts=counts,
             timings_s={name: round(seconds, 6) for name, seconds in self.timings_s.items()},
@@ -252,7 +235,8 @@ class _Episode:
         if timeout_s <= 0:
             return ""  # the deadline ends the episode before anybody reads this
         with self.timed("commands"):
-            result = await self.sandbox.run(command, timeout_s)
+            running = self.sandbox.run(command, timeout_s)
+            result = await within(timeout_s + self.limits.teardown_timeout_s, running, "a command")
         self.counts["commands"] += 1
         self.counts["command_timeouts"] += result.timed_out
         self.counts["commands_failed"] += result.exit_code != 0

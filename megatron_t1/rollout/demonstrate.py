@@ -17,7 +17,8 @@ from megatron_t1.config.schema import Config, GenerateConfig
 from megatron_t1.environment.generate.tasks import demonstration_tasks
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
-from megatron_t1.rollout.agent import Attempt, EpisodeLimits, run_episode
+from megatron_t1.rollout.agent import Attempt, run_episode
+from megatron_t1.rollout.budget import EpisodeLimits
 from megatron_t1.rollout.formats import load_format
 from megatron_t1.rollout.pool import run_pool, sandbox_maker
 from megatron_t1.rollout.progress import RolloutProgress

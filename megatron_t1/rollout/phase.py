@@ -28,7 +28,7 @@ from megatron_t1.rollout.engine.server import VllmServer
 from megatron_t1.rollout.formats import ChatFormat
 from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, give_second_chance, require_playable, rollout_plan
 from megatron_t1.rollout.policy import Policy, engine_dtype
-from megatron_t1.rollout.pool import make_reward, run_pool, sandbox_maker
+from megatron_t1.rollout.pool import make_reward, require_buildable, run_pool, sandbox_maker
 from megatron_t1.rollout.progress import RolloutProgress
 from megatron_t1.rollout.samplers import EngineSampler
 from megatron_t1.rollout.schedule import share, turn_seed
@@ -83,6 +83,7 @@ class _Engine:
 
     def __init__(self, config: Config, policy: Policy, log_path: Path, seed: int, stack: contextlib.AsyncExitStack):
         self.config, self.policy, self.log_path, self.seed, self.stack = config, policy, log_path, seed, stack
+        self.observed: dict[str, Any] = {}  # fields of the contract, as the engine was found to be
         self._client: EngineClient | None = None
 
     async def client(self) -> EngineClient:
@@ -103,6 +104,8 @@ class _Engine:
                 seed=self.seed % 2**31,
             )
             await self.stack.enter_async_context(server)
+            if server.router_dtype:
+                self.observed["router_dtype"] = server.router_dtype
             client = EngineClient(
                 server.url,
                 route_shape=shape,
@@ -127,6 +130,7 @@ async def _run(config: Config, iteration: int, phases: list[str], crew: Crew) ->
         chat = policy.chat_format(config)
         for plan in plans:  # all before the first episode: a broken task is known at once
             require_playable(plan, chat)
+            require_buildable({attempt.task.name: attempt.task for attempt in plan.attempts}.values(), config.env)
         for plan in plans:
             results[plan.phase] = await _run_plan(config, iteration, policy, plan, chat, engine, crew)
     return results
@@ -145,15 +149,18 @@ async def _run_plan(
     if done:
         print(f"{plan.label}: {len(mine) - len(pending)} of {len(mine)} episodes are there already", flush=True)
     timings: dict[str, float] = {}
+    made: list[Sandbox] = []
     progress = RolloutProgress(plan.label, len(mine), done=len(mine) - len(pending))
     if pending:
         with _timed(timings, "engine_start"):  # next to nothing where the phase before has started it
             client = await engine.client()
         count = min(config.rollout.concurrency, len(pending))
-        log = ExchangeLog(plan.directory, worker=crew.worker, facts=policy.engine_facts(config, installed_build()))
+        facts = policy.engine_facts(config, installed_build()) | engine.observed
+        log = ExchangeLog(plan.directory, worker=crew.worker, facts=facts)
         with log, _timed(timings, "episodes"), progress:
             play = _player(config, policy, plan, chat, contract, client, store, progress, log)
-            await run_pool(pending, play, workers=count, make_sandbox=sandbox_maker(config.env))
+            make, teardown_s = sandbox_maker(config.env, made), config.env.teardown_timeout_s
+            await run_pool(pending, play, workers=count, make_sandbox=make, teardown_timeout_s=teardown_s)
     markers = RunPaths.of(config.run.dir).phase(iteration, plan.phase)
     crew.report_done(markers)
     if crew.worker != 0:
@@ -180,7 +187,12 @@ async def _run_plan(
         metrics=metrics,
         timings_s=timings,
         outputs=outputs,
-        details={"policy": policy.version, "engine": contract.engine, "contract": contract.to_json()},
+        details={
+            "policy": policy.version,
+            "engine": contract.engine,
+            "contract": contract.to_json(),
+            "sandbox": dict(made[0].guarantees()) if made else {},  # what bounded them on this machine
+        },
     )
 
 
@@ -253,7 +265,8 @@ def _speeds(plan: Plan, played: list[Header], timings: dict[str, float]) -> dict
 
 def _write_summary(plan: Plan, policy: Policy, headers: Any, run_dir: Path) -> WrittenFile:
     path = plan.directory / SUMMARY_FILE
-    atomic.write_json(path, evaluation_summary(headers, policy.version))
+    tasks = {attempt.task.name: attempt.task for attempt in plan.attempts}
+    atomic.write_json(path, evaluation_summary(headers, policy.version, tasks))
     return WrittenFile(str(path.relative_to(run_dir)), path.stat().st_size, atomic.sha256_file(path))
 
 

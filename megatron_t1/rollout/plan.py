@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_t1.config.schema import Config
+from megatron_t1.environment.baseline import require_baselines, with_baselines
 from megatron_t1.environment.loading import load_tasks
-from megatron_t1.environment.task import Task
+from megatron_t1.environment.sandbox.interface import builds_dockerfiles
+from megatron_t1.environment.selection import kept_choice, load_sources
 from megatron_t1.errors import MismatchError
 from megatron_t1.paths import RunPaths
-from megatron_t1.rollout.agent import Attempt, EpisodeLimits, opening
+from megatron_t1.rollout.agent import Attempt, opening
+from megatron_t1.rollout.budget import EpisodeLimits
 from megatron_t1.rollout.formats import ChatFormat
 from megatron_t1.rollout.policy import Policy
+from megatron_t1.rollout.pool import make_reward
 from megatron_t1.rollout.schedule import attempts_of, tasks_of_iteration
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.record import EndReason
@@ -34,17 +38,24 @@ class Plan:
 
 
 def rollout_plan(config: Config, policy: Policy, iteration: int) -> Plan:
-    tasks = _tasks_by_name(config.env.tasks)
-    rollout = config.rollout
+    rollout, paths = config.rollout, RunPaths.of(config.run.dir)
+    loaded = load_sources(config.env)
+    tasks = {name: task for source in loaded.values() for name, task in source.items()}
+    choice = kept_choice(paths.tasks, config.env, rollout.selection, loaded)
     chosen = tasks_of_iteration(
-        list(tasks), seed=config.run.seed, iteration=iteration, count=rollout.tasks_per_iteration
+        [(source.names, source.weight) for source in choice.sources],
+        seed=config.run.seed,
+        iteration=iteration,
+        count=rollout.tasks_per_iteration,
     )
+    if getattr(make_reward(config), "needs_baseline", False):
+        require_baselines([tasks[name] for name in chosen], where=config.env.baselines or config.env.tasks)
     pairs = attempts_of(chosen, rollout.samples_per_task)
     return Plan(
         phase="rollout",
         label=f"rollout {iteration}",
         attempts=[Attempt(tasks[name], attempt, iteration, policy.version) for name, attempt in pairs],
-        directory=RunPaths.of(config.run.dir).rollouts(iteration),
+        directory=paths.rollouts(iteration),
         limits=EpisodeLimits.of(config),
         temperature=rollout.temperature,
         routes=rollout.routes and policy.route_shape is not None,
@@ -52,7 +63,9 @@ def rollout_plan(config: Config, policy: Policy, iteration: int) -> Plan:
 
 
 def evaluation_plan(config: Config, policy: Policy, iteration: int) -> Plan:
-    tasks = _tasks_by_name(config.eval.tasks)
+    builds = builds_dockerfiles(config.env.sandbox)
+    loaded = with_baselines(load_tasks(config.eval.tasks, engine_builds=builds), config.eval.tasks)
+    tasks = {task.name: task for task in loaded}
     names = sorted(tasks)[: config.eval.limit or None]
     return Plan(
         phase="evaluation",
@@ -66,10 +79,6 @@ def evaluation_plan(config: Config, policy: Policy, iteration: int) -> Plan:
         temperature=config.eval.temperature,
         routes=False,
     )
-
-
-def _tasks_by_name(directory: str) -> dict[str, Task]:
-    return {task.name: task for task in load_tasks(directory)}
 
 
 def require_playable(plan: Plan, chat: ChatFormat) -> None:

@@ -13,7 +13,7 @@ from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import require_recorded
 from megatron_t1.rollout.engine.command import LOGPROBS_MODE, EngineBuild
-from megatron_t1.rollout.engine.completion import RouteShape
+from megatron_t1.rollout.engine.completion import EngineRoutes
 from megatron_t1.rollout.formats import ChatFormat, load_format
 from megatron_t1.trajectory.contract import SamplingContract
 
@@ -29,7 +29,7 @@ class Policy:
 
     version: int
     model_dir: Path
-    route_shape: RouteShape | None
+    route_shape: EngineRoutes | None
     max_positions: int
 
     @classmethod
@@ -69,7 +69,7 @@ class Policy:
 
     def contract(self, config: Config, chat: ChatFormat, build: EngineBuild, *, temperature: float) -> SamplingContract:
         """What the rollout's log-probabilities mean, as training checks it."""
-        shape = self.route_shape or RouteShape(0, 0, 0)
+        shape = self.route_shape or EngineRoutes(num_moe_layers=0, num_experts=0, top_k=0)
         return SamplingContract(
             temperature=temperature,
             top_p=config.rollout.top_p,
@@ -83,6 +83,8 @@ class Policy:
             num_experts=shape.num_experts,
             top_k=shape.top_k,
             num_moe_layers=shape.num_moe_layers,
+            # vLLM's gate computes in the engine's type; on CPU the exchange log has what was found in the loaded model.
+            router_dtype=engine_dtype(config) if shape.num_experts else "",
         )
 
     def engine_facts(self, config: Config, build: EngineBuild) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def engine_dtype(config: Config) -> str:
     return config.rollout.engine.dtype or config.model.dtype
 
 
-def route_shape_of(raw: dict) -> RouteShape | None:
+def route_shape_of(raw: dict) -> EngineRoutes | None:
     """The experts that a Hugging Face config describes; None when it is dense."""
     text = raw.get("text_config") or raw
     experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0
@@ -117,7 +119,7 @@ def route_shape_of(raw: dict) -> RouteShape | None:
     )
     if not columns:
         return None
-    return RouteShape(
+    return EngineRoutes(
         num_moe_layers=len(columns),
         top_k=int(top_k),
         num_experts=int(experts),

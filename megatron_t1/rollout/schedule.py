@@ -12,24 +12,46 @@ import numpy as np
 from megatron_t1.errors import T1Error
 
 Item = TypeVar("Item")
+GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
 
 
-def tasks_of_iteration(names: Sequence[str], *, seed: int, iteration: int, count: int) -> list[str]:
-    """The `count` tasks of an iteration: a walk through shuffled epochs, in which every task comes once.
+def tasks_of_iteration(
+    sources: Sequence[tuple[Sequence[str], float]], *, seed: int, iteration: int, count: int
+) -> list[str]:
+    """The `count` tasks of an iteration, from sources by their weights.
 
-    The position in the walk is `iteration * count`, never a stored cursor (slime#2236).
+    Each source is a walk through shuffled epochs, in which every task comes once. Which source comes next is a low
+    discrepancy sequence, so that every stretch of it holds the weights' shares, to about one task. All positions follow
+    from `iteration * count`; no cursor is stored (slime#2236).
 
     Args:
-        names: of all tasks; their order doesn't matter.
+        sources: (names of its tasks, in any order; weight > 0) of each.
 
     Raises:
-        T1Error: there is no task.
+        T1Error: a source has no task.
     """
-    ordered = sorted(names)
-    if not ordered:
+    if not sources or not all(names for names, _ in sources):
         raise T1Error("there is no task to play", where="env.tasks", remedy="generate tasks with `t1 tasks generate`")
+    start = iteration * count
+    owners = _owners([weight for _, weight in sources], seed, start + count)
+    walks = [
+        iter(_walk(names, seed, int((owners[:start] == number).sum()), int((owners[start:] == number).sum())))
+        for number, (names, _) in enumerate(sources)
+    ]
+    return [next(walks[owner]) for owner in owners[start:]]
+
+
+def _owners(weights: Sequence[float], seed: int, count: int) -> np.ndarray:
+    """int64 [count]: which source each position of the run's sequence takes, by Weyl's golden ratio sequence."""
+    offset = int(np.random.default_rng([seed, len(weights)]).integers(2**63))
+    positions = np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN_RATIO) + np.uint64(offset)  # modulo 2**64
+    shares = np.cumsum(weights) / np.sum(weights)
+    return np.searchsorted(shares[:-1], (positions >> np.uint64(11)) / 2.0**53, side="right")
+
+
+def _walk(names: Sequence[str], seed: int, position: int, count: int) -> list[str]:
+    ordered = sorted(names)
     chosen: list[str] = []
-    position = iteration * count
     while len(chosen) < count:
         epoch, offset = divmod(position, len(ordered))
         order = np.random.default_rng([seed, epoch]).permutation(len(ordered))

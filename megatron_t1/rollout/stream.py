@@ -15,8 +15,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from megatron_t1.rollout.engine.completion import Completion, RouteShape
+from megatron_t1.rollout.engine.completion import Completion
 from megatron_t1.trajectory.record import Header, Origin, Trajectory
+from megatron_t1.trajectory.routes import RouteShape
 
 _FIRST_CAPACITY = 256
 _GROWTH = 4  # capacity grows by a quarter: 11 bytes per token then occupy at most 14

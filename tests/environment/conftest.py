@@ -1,4 +1,6 @@
 import asyncio
+import contextlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -28,6 +30,26 @@ def make_task():
         return Task(name, "do it", content=content, **options)
 
     return make
+
+
+@contextlib.contextmanager
+def _opened():
+    """A directory that the sandbox's user may pass, outside of pytest's own, which it closes at every start."""
+    with tempfile.TemporaryDirectory(prefix="t1-test-", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def open_path():
+    with _opened() as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def open_directory():
+    with _opened() as path:
+        yield path
 
 
 @pytest.fixture
@@ -83,11 +105,32 @@ def as_normal_user():
     def run(script):
         with tempfile.TemporaryDirectory() as folder:
             os.chmod(folder, 0o755)
-            package = Path(__file__).resolve().parents[2] / "megatron_t1"
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(package, f"{folder}/megatron_t1", ignore=ignored)
+            for name in ("megatron_t1", "dockerfile_parse", "packaging"):
+                (place,) = importlib.util.find_spec(name).submodule_search_locations
+                shutil.copytree(place, f"{folder}/{name}", ignore=ignored)
             done = become([usable[0], "-c", f"import sys; sys.path.insert(0, {folder!r})\n{script}"])
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def write_harbor_task(tmp_path):
+    """A task directory around a Dockerfile's text, whose verifier always passes."""
+    from megatron_t1.environment.loading import load_task
+
+    def write(dockerfile, name="harbor-task"):
+        folder = tmp_path / name
+        for path, text in {
+            "task.toml": 'version = "1.0"\n',
+            "instruction.md": "do it\n",
+            "environment/Dockerfile": dockerfile,
+            "tests/test.sh": REWARD_SH.decode(),
+        }.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        return load_task(folder)
+
+    return write

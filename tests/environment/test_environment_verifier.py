@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_t1.environment.results import READERS, ResultError, read_ctrf, read_reward_json, read_reward_text
+from megatron_t1.environment.results import (
+    READERS,
+    STATUSES,
+    ResultError,
+    read_ctrf,
+    read_reward_json,
+    read_reward_text,
+)
 from megatron_t1.environment.sandbox.interface import SandboxLost
 from megatron_t1.environment.verifier import verify
 
@@ -144,7 +151,7 @@ def test_readers_refuse_or_read(name, content):
         checks = READERS[name](content)
     except ResultError:
         return
-    assert checks and all(isinstance(passed, bool) for passed in checks.values())
+    assert checks and set(checks.values()) <= set(STATUSES)
 
 
 _JSON = st.recursive(
@@ -170,12 +177,12 @@ def test_ctrf_counts(statuses):
     tests = [{"name": "same", "status": status} for status in statuses]
     checks = read_ctrf(json.dumps({"results": {"tests": tests}}).encode())
     assert len(checks) == len(statuses)
-    assert sum(checks.values()) == statuses.count("passed")
+    assert list(checks.values()) == statuses
 
 
 @given(st.floats(0, 1))
 def test_reward_text_passes_only_at_one(value):
-    assert read_reward_text(f" {value!r}\n".encode()) == {"reward": value == 1.0}
+    assert read_reward_text(f" {value!r}\n".encode()) == {"reward": "passed" if value == 1.0 else "failed"}
 
 
 def test_a_verifier_that_ends_before_the_driver_looks_is_trusted(in_sandbox, make_task):
@@ -190,7 +197,7 @@ def test_a_verifier_that_ends_before_the_driver_looks_is_trusted(in_sandbox, mak
         task, verdicts = make_task(), []
         busy = asyncio.create_task(hog())
         try:
-            for _ in range(5):
+            for _ in range(2):
                 await sandbox.start(task)
                 verdicts.append(await verify(sandbox, task))
             return verdicts
@@ -198,4 +205,4 @@ def test_a_verifier_that_ends_before_the_driver_looks_is_trusted(in_sandbox, mak
             busy.cancel()
 
     verdicts = in_sandbox(body)
-    assert [verdict.reason for verdict in verdicts] == [""] * 5
+    assert [verdict.reason for verdict in verdicts] == [""] * 2

@@ -28,15 +28,6 @@ def small_file_system(path):
         disk.unmount(path)
 
 
-@pytest.fixture
-def open_path(tmp_path):
-    """A directory that the sandbox's user may pass."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_mode & 0o001 == 0:
-            folder.chmod(folder.stat().st_mode | 0o011)
-    return tmp_path
-
-
 async def play(sandbox, task, command, other=None, fill=""):
     """Start, let another sandbox fill the disk, play, verify."""
     await sandbox.start(task)

@@ -14,10 +14,10 @@ from megatron_t1.config.schema import ModelConfig
 from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost, VerifierRun
 from megatron_t1.environment.task import Task, TaskContent
 from megatron_t1.model.initial import create_initial_model
-from megatron_t1.rollout.engine.completion import Completion, RouteShape
+from megatron_t1.rollout.engine.completion import Completion, EngineRoutes
 from megatron_t1.trajectory.contract import SamplingContract
 
-SHAPE = RouteShape(num_moe_layers=3, top_k=2, num_experts=8)
+SHAPE = EngineRoutes(num_moe_layers=3, top_k=2, num_experts=8)
 CORPUS = [
     f"{verb} the file {name}.{end} in {place} with {word}"
     for verb in ("create", "copy", "rename")
@@ -28,7 +28,7 @@ CORPUS = [
 ] + ["echo red > docs/alpha.txt", "cat notes.md", "ok", "error 1", "done"] * 3
 
 
-def routes_for(rows: int, shape: RouteShape = SHAPE, seed: int = 0) -> np.ndarray:
+def routes_for(rows: int, shape: EngineRoutes = SHAPE, seed: int = 0) -> np.ndarray:
     random = np.random.default_rng(seed)
     picked = random.random((rows, shape.num_moe_layers, shape.num_experts)).argsort(axis=2)[:, :, : shape.top_k]
     return picked.astype(shape.dtype)
@@ -132,6 +132,9 @@ class FakeSandbox:
     async def stop(self):
         self.stops += 1
 
+    def guarantees(self):
+        return {"network": "none"}
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
@@ -182,13 +185,14 @@ class FakeServer:
         chat = load_format("chatml_bash", model_dir)
         self.turns = [chat.command("echo red > docs/alpha.txt"), chat.command("cat notes.md"), chat.submission()]
         self.routes, self.start_s, self.requests, self.sessions, self.url = routes, 0.0, [], [], ""
-        self.shape = RouteShape(num_moe_layers=4, top_k=4, num_experts=16)
+        self.shape = EngineRoutes(num_moe_layers=4, top_k=4, num_experts=16)
+        self.router_dtype = "float32"
 
     async def __aenter__(self):
         type(self).started += 1
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/inference/v1/generate", self.generate)
-        self.runner = web.AppRunner(app)
+        self.runner = web.AppRunner(app, handler_cancellation=True)  # a request that nobody waits for ends
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()

@@ -9,7 +9,8 @@ import pytest
 from megatron_t1.environment.reward import DenseReward
 from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
 from megatron_t1.errors import T1Error
-from megatron_t1.rollout.agent import TURN_ATTEMPTS, Attempt, EpisodeLimits, observation_text, run_episode
+from megatron_t1.rollout.agent import TURN_ATTEMPTS, Attempt, observation_text, run_episode
+from megatron_t1.rollout.budget import EpisodeLimits
 from megatron_t1.rollout.engine.errors import EngineLost, EngineRequestFailed
 from megatron_t1.rollout.formats import ConversationRefused
 from megatron_t1.rollout.samplers import ScriptedSampler
@@ -231,7 +232,7 @@ def test_a_conversation_that_its_format_refuses_is_untrusted(task, chat):
 
     record = play(task, Refusing(chat), [chat.command("ls"), chat.submission()])
     verdict = record.header.verdict
-    assert record.header.end_reason == EndReason.FORMAT_ERROR and record.header.reward == {}
+    assert record.header.end_reason == EndReason.CONVERSATION_REFUSED and record.header.reward == {}
     assert not verdict.trusted and "token 7 differs" in verdict.reason
     assert record.header.counts["retries"] == 0 and record.header.counts["turns"] == 1
     assert trainable(record) is not None

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_t1.rollout.engine.completion import Completion, RouteShape
+from megatron_t1.rollout.engine.completion import Completion, EngineRoutes
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequestFailed
 from tests.rollout.conftest import SHAPE, answer, completion, routes_for
 
@@ -94,7 +94,7 @@ def test_garbage_instead_of_routes_is_refused_without_unpickling():
 
 
 def test_dense_layers_are_left_out():
-    shape = RouteShape(num_moe_layers=2, top_k=2, num_experts=8, num_layers=3, columns=(1, 2))
+    shape = EngineRoutes(num_moe_layers=2, top_k=2, num_experts=8, num_layers=3, columns=(1, 2))
     routes = routes_for(6)
     routes[:, 0] = 0  # the engine never writes the rows of a dense layer
     made = parse(answer([7, 8, 2], routes=routes), routes_from=0, shape=shape)
@@ -102,7 +102,7 @@ def test_dense_layers_are_left_out():
 
 
 def test_more_than_256_experts_need_two_bytes():
-    shape = RouteShape(num_moe_layers=1, top_k=2, num_experts=300)
+    shape = EngineRoutes(num_moe_layers=1, top_k=2, num_experts=300)
     routes = np.array([[[299, 0]]] * 6, dtype=np.uint16)
     made = parse(answer([7, 8, 2], routes=routes), routes_from=0, shape=shape)
     assert made.routes.dtype == np.uint16 and int(made.routes.max()) == 299

@@ -19,6 +19,7 @@ ENGINE = PACKAGE / "rollout" / "engine"
 
 
 @cache
+@cache
 def modules():
     return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
 

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from megatron_t1 import atomic
+from megatron_t1.commands import run as evaluate_command
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.loading import write_task
 from megatron_t1.environment.task import Task, TaskContent
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
+from megatron_t1.loop.runner import Runner
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile, missing_outputs
 from megatron_t1.rollout.crew import Crew
@@ -77,12 +79,26 @@ def test_evaluation_shares_the_engine_and_writes_its_summary(config, fake_engine
     assert list(results) == ["evaluation", "rollout"] and fake_engine.started == 1
     summary = json.loads((Path(config.run.dir) / "evaluations/iter_0000/summary.json").read_text())
     assert summary["tasks"]["held_out-0"] == {
-        "baseline": 0, "passed": [2, 2], "total": [2, 2], "solved": [True, True],
+        "baseline": 0, "category": "", "difficulty": "", "passed": [2, 2], "total": [2, 2], "solved": [True, True],
+        "score": [1.0, 1.0], "ends": ["submitted", "submitted"], "errors": [None, None],
     }  # fmt: skip
     assert all(record.routes is None for record in records(config, "evaluations"))
     config.eval.limit = 1
     with pytest.raises(MismatchError, match="4 records don't belong"):
         run_evaluation(config, 0)
+
+
+def test_the_command_reports_as_a_benchmark_does_and_goes_on_where_it_was(config, fake_engine, monkeypatch, capsys):
+    """`t1 eval`, with the phase in this process in the place of the one it launches."""
+    monkeypatch.setattr(Runner, "execute", lambda self, step: [run_evaluation(self.config, 0)])
+    config.eval.attempts = 2
+    for _ in range(2):
+        assert evaluate_command._evaluate(config, -1) == 0
+    said = capsys.readouterr().out
+    assert fake_engine.started == 1 and "6 of 6 episodes are there already" in said
+    assert "resolved (all checks pass)" in said and "pass@2" in said and "0 errors apart" in said
+    report = json.loads((Path(config.run.dir) / "evaluations/iter_0000/report.json").read_text())
+    assert report["rates"]["tasks"] == 3 and report["rates"]["resolved"] == 1.0 and report["ends"] == {"submitted": 6}
 
 
 def test_a_failed_phase_goes_on_where_it_was(config, fake_engine, monkeypatch):  # open-instruct#1523

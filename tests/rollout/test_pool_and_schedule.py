@@ -15,23 +15,43 @@ from tests.rollout.conftest import FakeSandbox
 
 
 @given(st.integers(1, 30), st.integers(1, 17), st.integers(0, 5), st.integers(0, 3))
-def test_every_task_comes_once_in_each_epoch(tasks, count, seed, epoch):  # slime#2236
+def test_every_task_comes_once_in_each_epoch(tasks, count, seed, epoch):  # slime#2236 miles#3102
     names = [f"task-{number:03d}" for number in range(tasks)]
     needed = (epoch + 1) * tasks
     walk = []
     for iteration in range(-(-needed // count)):
-        walk += tasks_of_iteration(names, seed=seed, iteration=iteration, count=count)
+        walk += tasks_of_iteration([(names, 1.0)], seed=seed, iteration=iteration, count=count)
     assert sorted(walk[epoch * tasks : (epoch + 1) * tasks]) == names
 
 
 def test_an_iteration_is_a_function_of_seed_and_number():
     names = [f"task-{number}" for number in range(50)]
-    first = tasks_of_iteration(names, seed=1, iteration=4, count=8)
-    assert first == tasks_of_iteration(names[::-1], seed=1, iteration=4, count=8)
-    assert first != tasks_of_iteration(names, seed=2, iteration=4, count=8)
-    assert len(set(first) & set(tasks_of_iteration(names, seed=1, iteration=5, count=8))) == 0
-    with pytest.raises(T1Error, match="no task"):
-        tasks_of_iteration([], seed=1, iteration=0, count=8)
+    first = tasks_of_iteration([(names, 1.0)], seed=1, iteration=4, count=8)
+    assert first == tasks_of_iteration([(names[::-1], 3.0)], seed=1, iteration=4, count=8)
+    assert first != tasks_of_iteration([(names, 1.0)], seed=2, iteration=4, count=8)
+    assert len(set(first) & set(tasks_of_iteration([(names, 1.0)], seed=1, iteration=5, count=8))) == 0
+    for sources in ([], [([], 1.0)], [(names, 1.0), ([], 1.0)]):
+        with pytest.raises(T1Error, match="no task"):
+            tasks_of_iteration(sources, seed=1, iteration=0, count=8)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0.05, 20.0)), min_size=2, max_size=4),
+    st.integers(1, 40), st.integers(0, 9), st.integers(0, 3),
+)  # fmt: skip
+def test_sources_have_their_shares_and_every_task_of_each_comes_once_an_epoch(sizes, count, iteration, seed):
+    sources = [([f"{number}-{task}" for task in range(size)], weight) for number, (size, weight) in enumerate(sizes)]
+    played = [
+        name
+        for index in range(iteration + 1)
+        for name in tasks_of_iteration(sources, seed=seed, iteration=index, count=count)
+    ]
+    total = sum(weight for _, weight in sources)
+    for names, weight in sources:
+        walk = [name for name in played if name in names]
+        assert abs(len(walk) - len(played) * weight / total) <= 4
+        for start in range(0, len(walk) - len(names) + 1, len(names)):
+            assert sorted(walk[start : start + len(names)]) == sorted(names)
 
 
 def test_a_task_chosen_twice_gets_further_attempts():

@@ -20,7 +20,7 @@ import pytest
 from megatron_t1.config.schema import Config, EngineConfig, GenerateConfig
 from megatron_t1.errors import MismatchError, T1Error
 from megatron_t1.rollout.engine.client import EngineClient
-from megatron_t1.rollout.engine.completion import RouteShape
+from megatron_t1.rollout.engine.completion import EngineRoutes
 from megatron_t1.rollout.engine.errors import EngineLost
 from megatron_t1.rollout.engine.server import VllmServer
 from megatron_t1.rollout.phase import run_evaluation, run_phases, run_rollout
@@ -29,7 +29,7 @@ from megatron_t1.trajectory.store import RolloutStore
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
-SHAPE = RouteShape(num_moe_layers=4, top_k=4, num_experts=16)
+SHAPE = EngineRoutes(num_moe_layers=4, top_k=4, num_experts=16)
 MARK = "T1_TEST_MARK"
 
 
@@ -97,6 +97,18 @@ def reference(model_dir: Path, ids: np.ndarray, temperature: float) -> tuple[np.
     return picked.numpy(), sets.permute(1, 0, 2).bool().numpy()
 
 
+def test_the_gate_computes_in_the_engines_type(tiny_model, tmp_path):  # prime-rl#2952 Automodel#3650
+    """What contracts state of the sampler's routers, found in a loaded model."""
+
+    async def started() -> str:
+        engine = EngineConfig(omp_threads=1)
+        server = VllmServer(engine, tiny_model, "bfloat16", tmp_path / "engine.log", max_model_len=64, routes=True)
+        async with server:
+            return server.router_dtype
+
+    assert asyncio.run(started()) == "bfloat16"
+
+
 def test_rollout_and_evaluation_on_one_engine_match_transformers(config, tiny_model):
     config.rollout.temperature = 0.8
     results = run_phases(config, 0, ("rollout", "evaluation"))
@@ -113,6 +125,7 @@ def test_rollout_and_evaluation_on_one_engine_match_transformers(config, tiny_mo
         assert (taken[:-1] == sets[:-1]).all()
         assert record.header.counts["route_differences"] == 0
         assert record.header.contract.logprobs_mode == "processed" and record.header.contract.temperature == 0.8
+        assert record.header.contract.router_dtype == "float32"  # which the audit compares with what was found
     differences = np.concatenate(differences)
     assert differences.mean() < 2e-6 and differences.max() < 2e-5
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from megatron_t1 import atomic
 from megatron_t1.config.schema import GenerateConfig, SandboxConfig
+from megatron_t1.environment.baseline import BASELINE_FILE, Baseline, write_baselines
 from megatron_t1.environment.generate.tasks import GeneratedTask, chosen_families, plan_sets
 from megatron_t1.environment.loading import load_task, write_task
+from megatron_t1.environment.proof import run_solution
 from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
 from megatron_t1.environment.sandbox.interface import Sandbox
 from megatron_t1.environment.task import Task
@@ -54,13 +56,14 @@ async def generate_sets(
     for name in planned:
         shutil.rmtree(out / name, ignore_errors=True)
         (out / name).mkdir(parents=True)
-    baselines = await _prove_all(jobs, config.workers, sandbox or SandboxConfig(), _progress(len(jobs), quiet))
+    proven = await _prove_all(jobs, config.workers, sandbox or SandboxConfig(), _progress(len(jobs), quiet))
     manifest = {"version": MANIFEST_VERSION, **settings, "sets": {}}
     for name, items in planned.items():
+        write_baselines(out / name / BASELINE_FILE, {item.task.name: proven[item.task.name] for item in items})
         manifest["sets"][name] = {
             "tasks": len(items),
             "checks": sum(2 * len(item.parts) for item in items),
-            "baseline_checks": sum(baselines[item.task.name] for item in items),
+            "baseline_checks": sum(sum(proven[item.task.name].checks.values()) for item in items),
             "difficulties": _count(item.task.metadata["difficulty"] for item in items),
             "families": _count(family for item in items for family in item.families),
             "fingerprints": {item.task.name: item.fingerprint for item in items},
@@ -70,7 +73,7 @@ async def generate_sets(
     return manifest
 
 
-async def prove(sandbox: Sandbox, generated: GeneratedTask, directory: Path) -> int:
+async def prove(sandbox: Sandbox, generated: GeneratedTask, directory: Path) -> Baseline:
     """Write one task to `directory` when it is sound; returns its baseline.
 
     Raises:
@@ -86,8 +89,7 @@ async def prove(sandbox: Sandbox, generated: GeneratedTask, directory: Path) -> 
         write_task(replace(task, baseline=idle.passed), directory)
     written = load_task(directory)
     await sandbox.start(written)
-    script = written.solution_files()["solve.sh"][0].decode()
-    result = await sandbox.run(script, SOLUTION_TIMEOUT_S)
+    result = await run_solution(sandbox, written, SOLUTION_TIMEOUT_S)
     solved = await verify(sandbox, written)
     if not solved.solved or solved.total != total:
         failed = [name for name, passed in solved.checks.items() if not passed]
@@ -96,12 +98,12 @@ async def prove(sandbox: Sandbox, generated: GeneratedTask, directory: Path) -> 
             f"the reference passes {solved.passed} of {solved.total} checks, not {', '.join(failed)} {solved.reason}"
             f" (status {result.exit_code}: {result.output.strip()[:300]})",
         )
-    return idle.passed
+    return Baseline(idle.checks, tuple(solved.checks))
 
 
 async def _prove_all(
     jobs: list[tuple[Path, GeneratedTask]], workers: int, config: SandboxConfig, tick: Callable[[], None]
-) -> dict[str, int]:
+) -> dict[str, Baseline]:
     pending, baselines = iter(jobs), {}
 
     async def work() -> None:

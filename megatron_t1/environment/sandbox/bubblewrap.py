@@ -8,35 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import os
-import posixpath
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_t1.config.schema import SandboxConfig
-from megatron_t1.environment.image import CopyFiles, MakeDirectory, RunCommand
+from megatron_t1.environment.protection import verifier_environment, write_protected_tests
+from megatron_t1.environment.sandbox.base import Base, base_for
+from megatron_t1.environment.sandbox.build import build, find_user, refusal
+from megatron_t1.environment.sandbox.cgroup import ControlGroups
+from megatron_t1.environment.sandbox.changes import Snapshot
 from megatron_t1.environment.sandbox.disk import FULL, has_room
-from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost, VerifierRun
+from megatron_t1.environment.sandbox.guarantees import guarantees
+from megatron_t1.environment.sandbox.inside import read_regular
+from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
+from megatron_t1.environment.sandbox.oneshot import run_script
 from megatron_t1.environment.sandbox.output import OutputBuffer
-from megatron_t1.environment.sandbox.process import SandboxProcess, host_identity, start_bwrap
-from megatron_t1.environment.sandbox.root import PrivateRoot, read_regular
+from megatron_t1.environment.sandbox.overlay import OverlayRoot, may_mount_overlays
+from megatron_t1.environment.sandbox.process import ROOT, SandboxProcess, User, host_identity, start_bwrap
+from megatron_t1.environment.sandbox.root import PrivateRoot
 from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
 from megatron_t1.environment.sandbox.shell import Shell
-from megatron_t1.environment.task import Task
-from megatron_t1.errors import T1Error
+from megatron_t1.environment.task import Files, Task
 
 RESULT_LIMIT_BYTES = 4 << 20  # of one verifier result file
-VERIFIER_OUTPUT_LIMIT = 20_000
-BUILD_TIMEOUT_S = 600.0
 OPEN_FILES = 16_384  # descriptors of the driver
+
+T = TypeVar("T")
 
 
 class BubblewrapSandbox:
     """See `environment.sandbox.interface.Sandbox`.
 
     Args:
-        config: limits, and the host user for a driver that is root.
+        config: limits, bases, and the host user for a driver that is root.
         scratch_dir: below which private roots lie; None: `config.scratch_dir`, else the system's temporary directory.
             That is used too when the sandbox's host user can't reach the one named (below a closed home of root).
         output_limit: bytes of one command's output that are kept.
@@ -48,35 +55,83 @@ class BubblewrapSandbox:
         _raise_open_files()
         self._base = shared_base(scratch_dir or config.scratch_dir, self._owner)
         self._scratch: ScratchDirectory | None = None
+        self._groups: ControlGroups | None = None
         self._was_full = False
         self._root: PrivateRoot | None = None
+        self._snapshot: Snapshot | None = None
         self._shell: Shell | None = None
         self._env: dict[str, str] = {}
+        self._user = ROOT
+        self._bounds: dict[str, str] = {}
+
+    @staticmethod
+    def refusal(task: Task, config: SandboxConfig) -> str:
+        """Why `start` would refuse the task, as far as that is known before anything is built; "" for no reason."""
+        return refusal(task, config)
 
     async def start(self, task: Task) -> None:
         image = task.image
+        base = base_for(image.base, self._config)
         await self._end_session()
+        self._snapshot = None
         try:
             if self._scratch is None:
-                self._scratch = ScratchDirectory(self._base, self._config.disk_mb, self._config.max_files)
-                self._root = PrivateRoot(self._scratch.disk / "root", self._owner)
-            await _in_thread(self._root.reset)
+                self._scratch, self._groups = self._new_scratch()
+            await _in_thread(lambda: self._reset_root(base))
         except OSError as error:
             raise SandboxLost(f"can't write the sandbox's root: {error}", where=self._base) from error
         self._was_full = False
-        for step in image.steps:
-            await self._build(step, task)
+        await build(task, self._root, base, self._run_once)
+        self._user = find_user(self._root, image.user)
         self._env = dict(image.env)
+        self._root.seal()
+        self._bounds = guarantees(self._config, self._scratch, self._root)
+        self._snapshot = await _in_thread(self._root.snapshot)
         self._shell = Shell(self._spawn_shell, image.workdir, self._output_limit)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         if self._shell is None:
             raise SandboxLost("the sandbox has no session: it was not started, or its verifier has run")
-        if not self._shell.alive and not self._root.is_directory(self._shell.cwd):
+        if not self._shell.alive and not self._root.files.is_directory(self._shell.cwd):
             self._shell.cwd = "/"
         result = await self._shell.run(command, timeout_s)
         self._look_at_disk()
         return result
+
+    async def put_files(self, files: Files) -> None:
+        root = self._started().files
+
+        def write() -> None:
+            for inside, (content, mode) in files.items():
+                try:
+                    root.write(inside, content, mode)
+                except OSError as error:
+                    raise SandboxLost(f"can't write {inside}: {error.strerror}", where=str(root.path)) from error
+
+        await _in_thread(write)
+        self._look_at_disk()
+
+    async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
+        root, fetched = self._started().files, Fetched()
+
+        def read() -> None:
+            for inside in paths:
+                try:
+                    fetched.files[inside] = root.read(inside, limit_bytes)
+                except OSError as error:
+                    fetched.problems[inside] = error.strerror or str(error)
+                except ValueError as error:
+                    fetched.problems[inside] = str(error)
+
+        await _in_thread(read)
+        return fetched
+
+    async def changes(self) -> list[Change]:
+        self._started()
+        return await _in_thread(self._snapshot.changes)
+
+    def guarantees(self) -> Mapping[str, str]:
+        return self._bounds or guarantees(self._config)
 
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
         if self._shell is None:
@@ -90,14 +145,12 @@ class BubblewrapSandbox:
             self._prepare_verifier(task, tests, logs)
         except OSError as error:
             raise SandboxLost(f"can't prepare the verifier: {error}", where=str(self._scratch.path)) from error
-        binds = ["--ro-bind", str(tests), "/tests", "--bind", str(logs), "/logs/verifier"]
-        env = {**self._env, "PYTHONNOUSERSITE": "1", **task.verifier_env}
-        workdir = task.image.workdir if self._root.is_directory(task.image.workdir) else "/"
         exit_code, output = await self._run_once(
             "exec /bin/bash --noprofile --norc /tests/test.sh",
-            env=env,
-            workdir=workdir,
-            binds=binds,
+            env=verifier_environment(task, self._env),
+            workdir=task.image.workdir if self._root.files.is_directory(task.image.workdir) else "/",
+            binds=["--ro-bind", str(tests), "/tests", "--bind", str(logs), "/logs/verifier"],
+            user=self._user,
             timeout_s=timeout_s,
         )
         files, problems = {}, {}
@@ -116,9 +169,34 @@ class BubblewrapSandbox:
         try:
             await self._end_session()
         finally:
-            scratch, self._scratch = self._scratch, None
+            scratch, self._scratch, self._root, self._snapshot = self._scratch, None, None, None
             if scratch is not None:
                 await _in_thread(scratch.remove)
+
+    def _started(self) -> PrivateRoot:
+        if self._snapshot is None:
+            raise SandboxLost("the sandbox was not started")
+        return self._root
+
+    def _new_scratch(self) -> tuple[ScratchDirectory, ControlGroups]:
+        scratch = ScratchDirectory(self._base, self._config.disk_mb, self._config.max_files)
+        try:
+            return scratch, scratch.limit(self._config)
+        except BaseException:
+            scratch.remove()
+            raise
+
+    def _reset_root(self, base: Base) -> None:
+        """A fresh root of the kind that this base and this driver allow."""
+        if self._root is None or self._root.system != base.root:
+            if self._root is not None:
+                self._root.remove()
+            scratch = self._scratch
+            if scratch.bounded and not base.host and may_mount_overlays(base.root, scratch):
+                self._root = OverlayRoot(scratch, self._owner, base.root)
+            else:
+                self._root = PrivateRoot(scratch.disk / "root", self._owner, base.root, scratch.keeper)
+        self._root.reset()
 
     def _look_at_disk(self) -> None:
         self._was_full = self._was_full or not has_room(self._scratch.disk, self._config)
@@ -128,12 +206,11 @@ class BubblewrapSandbox:
 
         What the verifier's processes write counts against the sandbox's disk.
         """
-        for path in (tests, logs):
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
+        shutil.rmtree(logs, ignore_errors=True)
+        logs.mkdir()
         if self._owner is not None:
             os.chown(logs, self._owner, self._owner)
-        _write_tests(tests, task)
+        write_protected_tests(task, tests)
         for name in ("tests", "logs"):
             self._root.fresh_mount_point(name)
         os.mkdir(self._root.path / "logs" / "verifier")
@@ -143,68 +220,51 @@ class BubblewrapSandbox:
         if shell is not None:
             await shell.end()
 
-    async def _build(self, step: MakeDirectory | CopyFiles | RunCommand, task: Task) -> None:
-        try:
-            if isinstance(step, MakeDirectory):
-                self._root.make_directory(step.path)
-            elif isinstance(step, CopyFiles):
-                self._root.copy(step)
-            else:
-                await self._build_run(step, task)
-        except OSError as error:
-            raise SandboxLost(f"can't build the task's files: {error}", where=f"task {task.name}") from error
-        except T1Error as error:  # shows only while it is built: one episode's loss, not the phase's end
-            raise SandboxLost(error.problem, where=f"task {task.name}: {error.where}", remedy=error.remedy) from error
-
-    async def _build_run(self, step: RunCommand, task: Task) -> None:
-        exit_code, output = await self._run_once(
-            step.command, env=step.env, workdir=step.workdir, binds=(), timeout_s=BUILD_TIMEOUT_S
-        )
-        if exit_code != 0:
-            reason = "ran out of time" if exit_code is None else f"exit status {exit_code}"
-            raise SandboxLost(
-                f"RUN {step.command[:200]!r}: {reason}: {output.text()[0][-500:].strip()}",
-                where="environment/Dockerfile",
-                remedy="the sandbox has no network and the host's own programs: prepare the files with COPY instead",
-            )
-
     async def _spawn_shell(self, script: str, output_fd: int, pass_fds: tuple[int, int], cwd: str) -> SandboxProcess:
+        self._snapshot.settle()
         return await start_bwrap(
-            self._config, self._root, script, env=self._env, workdir=cwd, output_fd=output_fd, pass_fds=pass_fds
+            self._config,
+            self._root,
+            script,
+            env=self._env,
+            workdir=cwd,
+            user=self._user,
+            groups=self._groups,
+            output_fd=output_fd,
+            pass_fds=pass_fds,
         )
 
     async def _run_once(
-        self, script: str, *, env, workdir: str, binds, timeout_s: float
+        self,
+        script: str,
+        *,
+        env: Mapping[str, str],
+        workdir: str,
+        timeout_s: float,
+        binds: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        user: User = ROOT,
     ) -> tuple[int | None, OutputBuffer]:
-        """One script in namespaces of its own, everything dead afterwards. Exit status None: out of time."""
-        output_path = self._scratch.disk / "output"
-        descriptor = os.open(output_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            process = await start_bwrap(
-                self._config, self._root, script, env=env, workdir=workdir, binds=binds, output_fd=descriptor
-            )
-            try:
-                exit_code = await process.wait(timeout_s)
-                complaint = process.complaint()
-            finally:
-                await process.end()
-            if complaint:
-                raise SandboxLost(f"the sandbox could not be set up: {complaint}", where=str(self._root.path))
-            output = OutputBuffer(VERIFIER_OUTPUT_LIMIT)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            while block := os.read(descriptor, 1 << 20):
-                output.feed(block)
-            return exit_code, output
-        finally:
-            os.close(descriptor)
-            output_path.unlink(missing_ok=True)
+        return await run_script(
+            self._config,
+            self._root,
+            script,
+            output_path=self._scratch.disk / "output",
+            timeout_s=timeout_s,
+            env=env,
+            workdir=workdir,
+            binds=binds,
+            arguments=arguments,
+            user=user,
+            groups=self._groups,
+        )
 
 
-async def _in_thread(work: Callable[[], None]) -> None:
+async def _in_thread(work: Callable[[], T]) -> T:
     """File work aside, so that a large tree doesn't hold up other episodes; it is finished also when cancelled."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
@@ -216,16 +276,3 @@ def _raise_open_files() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _write_tests(directory: Path, task: Task) -> None:
-    """The protected copy: owned by the driver, bound read-only."""
-    for name, (content, mode) in task.test_files().items():
-        path = directory / name
-        if posixpath.normpath(name).startswith(("..", "/")):
-            raise T1Error(f"test file {name!r} lies outside tests/", where=f"task {task.name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        path.chmod(mode | 0o444)
-    for folder, _, _ in os.walk(directory):
-        os.chmod(folder, 0o755)

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_t1.config.schema import SandboxConfig
 
 FULL = "the scratch file system was full"
-_NOSUID_NODEV = 2 | 4  # MS_NOSUID | MS_NODEV
+NOSUID_NODEV = 2 | 4  # MS_NOSUID | MS_NODEV
 _DETACH_NOFOLLOW = 2 | 8  # MNT_DETACH | UMOUNT_NOFOLLOW
 _FREE_SHARE = 16  # a small file system is full when less than this part of it is free
 _FREE_FILES = 1024
@@ -27,14 +27,26 @@ def mount_bounded(path: Path, size_mb: int, max_files: int) -> bool:
         OSError: the mount failed for another reason.
     """
     path.mkdir()
-    options = f"size={size_mb}m,nr_inodes={max_files},mode=711".encode()
-    if _libc().mount(b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(_NOSUID_NODEV), options) == 0:
+    try:
+        mount("tmpfs", path, tmpfs_options(size_mb, max_files), NOSUID_NODEV)
         return True
-    number = ctypes.get_errno()
-    if number not in (errno.EPERM, errno.EACCES):
-        raise OSError(number, os.strerror(number), str(path))
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES):
+            raise
     path.chmod(0o711)
     return False
+
+
+def tmpfs_options(size_mb: int, max_files: int) -> str:
+    return f"size={size_mb}m,nr_inodes={max_files},mode=711"
+
+
+def mount(kind: str, path: Path, options: str, flags: int) -> None:
+    """mount(2) of a file system that has no device. Raises OSError."""
+    name = kind.encode()
+    if _libc().mount(name, os.fsencode(path), name, ctypes.c_ulong(flags), os.fsencode(options)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
 
 
 def unmount(path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from megatron_t1.environment.task import Task
+from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import T1Error
 
 
@@ -48,6 +51,30 @@ class VerifierRun:
     doubt: str = ""
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """What `get_files` read.
+
+    Attributes:
+        files: path as asked for -> content.
+        problems: path as asked for -> why there is no content (missing, not a regular file, too large, ...).
+    """
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, order=True)
+class Change:
+    """One path (absolute, in the sandbox) that differs from the state that `start` built.
+
+    A directory is listed when it was added or removed; what was added or removed with it is listed too.
+    """
+
+    path: str
+    kind: Literal["added", "modified", "removed"]
+
+
 @runtime_checkable
 class Sandbox(Protocol):
     """Constructed as `Class(config: SandboxConfig, scratch_dir: Path, output_limit: int)`; one episode at a time."""
@@ -63,8 +90,35 @@ class Sandbox(Protocol):
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         """Run in the persistent shell: cwd and environment stay from call to call. Raises SandboxLost."""
 
+    async def put_files(self, files: Files) -> None:
+        """Write regular files: absolute path -> (content, permission bits). Folders are made, a link or file in the
+        file's place is replaced, links above it are followed as a process inside would. The session goes on.
+
+        Raises:
+            SandboxLost: a file can't be written (a path in the read-only system, no room, the sandbox is gone).
+        """
+
+    async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
+        """Read regular files of at most `limit_bytes` each; links are followed as a process inside would. Raises
+        SandboxLost only where the sandbox is gone."""
+
+    async def changes(self) -> list[Change]:
+        """What differs from the state that `start` built, sorted by path. Raises SandboxLost."""
+
+    def guarantees(self) -> Mapping[str, str]:
+        """What bounds this sandbox on this machine: memory, processes, cpu, disk, system, calls, network -> how."""
+
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
         """End the agent's session, bring the tests in, run tests/test.sh once. `run` is then refused."""
 
     async def stop(self) -> None:
         """Leave no process and no file. May be called in any state, and twice."""
+
+
+def builds_dockerfiles(config: SandboxConfig) -> bool:
+    """Whether the configured class hands environment/Dockerfile to an engine (its attribute `builds_dockerfiles`)."""
+    module, _, name = config._target_.rpartition(".")
+    try:
+        return bool(getattr(getattr(importlib.import_module(module), name), "builds_dockerfiles", False))
+    except (ImportError, AttributeError, ValueError):
+        return False  # said when the class is wanted

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.sandbox.base import load_base
 from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
 from megatron_t1.environment.sandbox.interface import SandboxLost
 from megatron_t1.environment.sandbox.process import find_bwrap
@@ -34,21 +36,23 @@ _USER_NAMESPACES = (
 )
 
 
-async def check_sandbox(config: SandboxConfig | None = None, scratch_dir: str | Path | None = None) -> None:
-    """Run one command in a sandbox.
+async def check_sandbox(
+    config: SandboxConfig | None = None, scratch_dir: str | Path | None = None
+) -> Mapping[str, str]:
+    """Run one command in a sandbox; what bounds sandboxes on this machine (`Sandbox.guarantees`).
 
     Raises:
         T1Error: bubblewrap, a program of the base system or a kernel setting is missing; the remedy says which.
     """
     find_bwrap()
-    problems = []
-    for name in PROGRAMS:
+    problems, config = [], config or SandboxConfig()
+    for name in PROGRAMS if load_base(config.base).host else ():
         if not any(os.access(f"{folder}/{name}", os.X_OK) for folder in ("/usr/bin", "/usr/local/bin", "/bin")):
             problems.append(f"{name} is missing below /usr, which is the sandbox's system; apt-get install {name}")
-    sandbox = BubblewrapSandbox(config or SandboxConfig(), scratch_dir or tempfile.gettempdir())
+    sandbox = BubblewrapSandbox(config, scratch_dir or tempfile.gettempdir())
     try:
         await sandbox.start(Task("preflight", "", content=TaskContent()))
-        result = await sandbox.run("python3 -I -c 'print(6*7)'", timeout_s=30.0)
+        result = await sandbox.run("echo $((6 * 7))", timeout_s=30.0)
         if result.exit_code != 0 or result.output != "42\n":
             problems.append(f"a trivial command failed (status {result.exit_code}): {result.output.strip()[:300]}")
     except SandboxLost as error:
@@ -64,6 +68,7 @@ async def check_sandbox(config: SandboxConfig | None = None, scratch_dir: str | 
             where=find_bwrap(),
             remedy="mend what is listed, or choose another env.sandbox._target_",
         )
+    return sandbox.guarantees()
 
 
 def _read(path: str) -> str:

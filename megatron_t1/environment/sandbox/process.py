@@ -15,12 +15,16 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.sandbox.cgroup import ControlGroups
 from megatron_t1.environment.sandbox.interface import SandboxLost
 from megatron_t1.environment.sandbox.root import PrivateRoot
+from megatron_t1.environment.sandbox.seccomp import open_filter
 from megatron_t1.errors import T1Error
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -63,19 +67,41 @@ def host_identity(config: SandboxConfig) -> int | None:
     return config.host_uid
 
 
-def limits_script(config: SandboxConfig) -> str:
+def limits_script(config: SandboxConfig, *, memory_is_bound: bool) -> str:
     """Shell words that set hard limits for everything started after them (inside the user namespace, so per sandbox).
 
     A limit that the host already keeps lower stays as it is.
+
+    Args:
+        memory_is_bound: by a control group; the address space of each process is then left alone, since many programs
+            reserve far more of it than they use.
     """
-    limits = {
-        "c": 0,
-        "f": config.file_size_mb * 1024,
-        "v": config.memory_mb * 1024,
-        "t": config.cpu_seconds,
-        "u": config.max_processes,
-    }
+    limits = {"c": 0, "f": config.file_size_mb * 1024, "t": config.cpu_seconds, "u": config.max_processes}
+    if not memory_is_bound:
+        limits["v"] = config.memory_mb * 1024
     return " ".join(f"ulimit -{letter} {value} 2>/dev/null;" for letter, value in limits.items())
+
+
+class Pipes(NamedTuple):
+    """bwrap says on `info` which process the sandbox's first one is, starts the program when `block` has a byte, and
+    reads the filter of system calls from `filter`."""
+
+    info: int
+    block: int
+    filter: int | None
+
+
+@dataclass(frozen=True)
+class User:
+    """Who a process inside takes itself for. On the host there is one user, whoever that is."""
+
+    uid: int = 0
+    gid: int = 0
+    name: str = "root"
+    home: str = "/root"
+
+
+ROOT = User()
 
 
 class SandboxProcess:
@@ -150,14 +176,15 @@ async def wait_pidfd(descriptor: int, timeout_s: float) -> bool:
 
 
 def bwrap_command(
-    root: PrivateRoot, env: Mapping[str, str], workdir: str, binds: Sequence[str], info_fd: int, block_fd: int
+    root: PrivateRoot, env: Mapping[str, str], workdir: str, binds: Sequence[str], user: User, pipes: Pipes
 ) -> list[str]:
-    """The command line up to the program to run: everything unshared, host system read-only, empty environment.
-
-    bwrap says on `info_fd` which process the sandbox's first one is, and starts the program when `block_fd` has a byte.
-    """
+    """The command line up to the program to run: everything unshared, system read-only, empty environment."""
+    info_fd, block_fd, filter_fd = pipes
     command = [find_bwrap(), "--bind", str(root.path), "/", *root.system_mounts()]
-    command += ["--unshare-all", "--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    command += ["--unshare-all", "--uid", str(user.uid), "--gid", str(user.gid), "--cap-drop", "ALL"]
+    command += ["--hostname", "sandbox"]
+    if filter_fd is not None:
+        command += ["--seccomp", str(filter_fd)]
     command += ["--die-with-parent", "--new-session", "--info-fd", str(info_fd), "--block-fd", str(block_fd)]
     command += ["--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     command += ["--proc", "/proc", *binds, "--clearenv"]
@@ -174,10 +201,17 @@ async def start_bwrap(
     env: Mapping[str, str],
     workdir: str,
     binds: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    user: User = ROOT,
+    groups: ControlGroups | None = None,
     output_fd: int,
     pass_fds: Sequence[int] = (),
 ) -> SandboxProcess:
     """Run a bash script under its limits in new namespaces on `root`; returns when the first process exists.
+
+    Args:
+        arguments: "$@" of the script.
+        groups: control groups that all its processes become members of.
 
     Raises:
         SandboxLost: bwrap refuses; the message has its own words.
@@ -189,12 +223,17 @@ async def start_bwrap(
     info_read, info_write = os.pipe2(os.O_CLOEXEC)
     error_read, error_write = os.pipe2(os.O_CLOEXEC)
     block_read, block_write = os.pipe2(os.O_CLOEXEC)
-    base = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", "USER": "root"}
-    command = bwrap_command(root, {**base, **env}, workdir, binds, info_write, block_read)
+    pipes = Pipes(info_write, block_read, open_filter())
+    passed = [descriptor for descriptor in pipes if descriptor is not None]
+    base = {"PATH": PATH, "HOME": user.home, "LANG": "C.UTF-8", "TERM": "dumb", "USER": user.name}
+    command = bwrap_command(root, {**base, **env}, workdir, binds, user, pipes)
+    memory_is_bound = groups is not None and groups.bounds_memory
     # bwrap complains into a pipe of its own; the script leaves it at once for the output. All on one line, so that
     # bash's messages say "bash: line 1".
-    script = f"exec 2>&1 {info_write}>&-; {limits_script(config)} {script}"
-    command += ["/bin/bash", "--noprofile", "--norc", "-c", script, "bash"]
+    script = f"exec 2>&1 {info_write}>&-; {limits_script(config, memory_is_bound=memory_is_bound)} {script}"
+    command += ["/bin/bash", "--noprofile", "--norc", "-c", script, "bash", *arguments]
+    if root.keeper is not None:
+        command = root.keeper.entered(command)
     identity = {}
     if root.owner is not None:
         drop = _drop_command(root.owner)
@@ -206,7 +245,7 @@ async def start_bwrap(
             stdin=subprocess.DEVNULL,
             stdout=output_fd,
             stderr=error_write,
-            pass_fds=(*pass_fds, info_write, block_read),
+            pass_fds=(*pass_fds, *passed),
             env={},
             cwd="/",
             **identity,
@@ -216,11 +255,14 @@ async def start_bwrap(
             os.close(descriptor)
         raise SandboxLost(f"can't start bubblewrap: {error}", where=command[0]) from error
     finally:
-        for descriptor in (info_write, error_write, block_read):
+        for descriptor in (error_write, *passed):
             os.close(descriptor)
+    started = None
     try:
         info = await _read_pipe(info_read, START_TIMEOUT_S, until=b"}")
         started = SandboxProcess(process, json.loads(info)["child-pid"], error_read)
+        if groups is not None:
+            _add_to(groups, started)
         # Only now, with the first process held: a short script could end, and its pid be another's, before that.
         os.write(block_write, b"1")
         return started
@@ -228,7 +270,10 @@ async def start_bwrap(
         process.kill()
         complaint = (await _read_pipe(error_read, 5.0)).decode(errors="replace").strip()
         process.wait()
-        os.close(error_read)
+        if started is None:
+            os.close(error_read)
+        else:
+            started.close()
         if not isinstance(error, ValueError | KeyError | OSError):
             raise
         raise SandboxLost(
@@ -239,6 +284,13 @@ async def start_bwrap(
     finally:
         os.close(info_read)
         os.close(block_write)
+
+
+def _add_to(groups: ControlGroups, started: SandboxProcess) -> None:
+    try:
+        groups.add(started.init_pid)
+    except OSError as error:
+        raise OSError(error.errno, f"no limits by control groups: {error.strerror}") from error
 
 
 def _remedy(complaint: str, root: PrivateRoot) -> str:

@@ -1,12 +1,11 @@
-"""The private root directory of a sandbox, written by the driver.
+"""The private root directory of a sandbox, written by the driver, over a read-only system.
 
-The driver may be root while the content is the agent's: every path is therefore resolved inside the root, link by link,
-and nothing is written while a process of the sandbox is alive. System files come from the host's own /usr, read-only.
+The driver may be root while the content is the agent's. What is written by path lies at the top of the root, or is
+written while no process of the sandbox is alive; everything else goes through `inside`.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import stat
@@ -14,7 +13,9 @@ import subprocess
 from pathlib import Path
 
 from megatron_t1.environment.image import CopyFiles
-from megatron_t1.errors import T1Error
+from megatron_t1.environment.sandbox.changes import Snapshot
+from megatron_t1.environment.sandbox.inside import Inside, read_regular
+from megatron_t1.environment.sandbox.keeper import Keeper
 
 SKELETON = {  # directory below the root -> permission bits; parents first
     "dev": 0o755, "etc": 0o755, "home": 0o755, "mnt": 0o755, "opt": 0o755, "proc": 0o755, "root": 0o700, "run": 0o755,
@@ -28,16 +29,41 @@ ETC = {
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-MAX_LINKS = 40
+ETC_MOUNTS = ("ld.so.cache", "alternatives")  # the part of /etc that the system's programs depend on
 
 
 class PrivateRoot:
-    """Directory `path`, owned by `owner` (uid and gid; None: whoever runs the driver)."""
+    """Directory `path` with the system's directories bound over it.
 
-    def __init__(self, path: Path, owner: int | None):
-        self.path, self.owner = path, owner
+    Args:
+        owner: uid and gid of its content; None: whoever runs the driver.
+        system: the file system that /usr comes from: this host's, or a base's.
+        keeper: the namespace that `path` is in, if it isn't the driver's own.
+
+    Attributes:
+        files: access to its content.
+    """
+
+    def __init__(self, path: Path, owner: int | None, system: Path = Path("/"), keeper: Keeper | None = None):
+        self.path, self.owner, self.system, self.keeper = path, owner, system, keeper
         self._pristine = False
-        self._etc_mounts = [name for name in ("ld.so.cache", "alternatives") if os.path.exists(f"/etc/{name}")]
+        self._etc_mounts = [name for name in ETC_MOUNTS if (system / "etc" / name).exists()]
+        apart = {name for name in MERGED if self._is_apart(name)}
+        self.files = Inside(path, owner, frozenset({"dev", "proc", "usr", *apart}))
+
+    @property
+    def description(self) -> str:
+        name = "this host's /usr" if self.system == Path("/") else f"/usr of {self.system}"
+        return f"{name}, read-only, also for RUN"
+
+    def snapshot(self) -> Snapshot:
+        """To be taken when the build is done, with no process alive."""
+        return Snapshot(self.files)
+
+    def seal(self) -> None:
+        """The build is done: from here on the system is read-only. No process of it may be alive."""
+        self._restore_system()
+        self._pristine = True
 
     def reset(self) -> None:
         """Make the root what it is before any task: the skeleton and nothing else. No process of it may be alive.
@@ -53,7 +79,7 @@ class PrivateRoot:
             name: {child.partition("/")[2] for child in SKELETON if child.startswith(f"{name}/")} for name in SKELETON
         }
         kept["etc"] = {*ETC, *self._etc_mounts}
-        self._keep_only(root, {*SKELETON, *(name for name in MERGED if os.path.isdir(f"/{name}"))})
+        self._keep_only(root, {*SKELETON, *(name for name in MERGED if (self.system / name).is_dir())})
         for name, mode in SKELETON.items():
             path = f"{root}/{name}"
             if not os.path.isdir(path):
@@ -98,19 +124,19 @@ class PrivateRoot:
         loader of the verifier's Python).
         """
         for name in MERGED:
-            if os.path.islink(f"/{name}"):
-                target, path = os.readlink(f"/{name}").lstrip("/"), self.path / name
+            if (self.system / name).is_symlink():
+                target, path = os.readlink(self.system / name).lstrip("/"), self.path / name
                 if not os.path.islink(path) or os.readlink(path) != target:
                     remove_tree(path)
                     os.symlink(target, path)
                     self._own(path)
-            elif os.path.isdir(f"/{name}"):
+            elif self._is_apart(name):
                 self._plain_directory(name)
         for name in ("dev", "proc", "usr", "etc"):  # mount points
             self._plain_directory(name)
         for name in self._etc_mounts:
             path = self.path / "etc" / name
-            if os.path.isdir(f"/etc/{name}"):
+            if (self.system / "etc" / name).is_dir():
                 self._plain_directory(f"etc/{name}")
             elif not _is_plain(path, b""):
                 remove_tree(path)
@@ -123,86 +149,32 @@ class PrivateRoot:
         self._plain_directory(name)
 
     def system_mounts(self) -> list[str]:
-        """bwrap options that bind the host's system read-only."""
-        options = ["--ro-bind", "/usr", "/usr"]
-        for name in MERGED:
-            if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}"):
-                options += ["--ro-bind", f"/{name}", f"/{name}"]
-        for name in self._etc_mounts:
-            options += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
+        """bwrap options that bind the system read-only."""
+        options = []
+        for name in ("usr", *filter(self._is_apart, MERGED), *(f"etc/{name}" for name in self._etc_mounts)):
+            options += ["--ro-bind", str(self.system / name), f"/{name}"]
         return options
 
+    def _is_apart(self, name: str) -> bool:
+        """Whether the system has this directory beside /usr, not as a link into it."""
+        return (self.system / name).is_dir() and not (self.system / name).is_symlink()
+
     def make_directory(self, inside: str) -> None:
-        self._existing_directory(inside)
+        """Raises OSError."""
+        self.files.make_directory(inside)
 
     def copy(self, step: CopyFiles) -> None:
+        """Raises OSError."""
         for inside in step.directories:
-            self._existing_directory(inside)
+            self.files.make_directory(inside)
         for inside, target in step.links.items():
-            path = self._place(inside)
-            remove_tree(path)
-            os.symlink(target, path)
-            self._own(path)
+            self.files.link(inside, target)
         for inside, (content, mode) in step.files.items():
-            path = self._place(inside)
-            if path.is_symlink() or path.exists():
-                if path.is_dir() and not path.is_symlink():
-                    raise T1Error(f"COPY can't replace the directory {inside}", where="environment/Dockerfile")
-                path.unlink()
-            self._write(path, content, mode)
+            self.files.write(inside, content, mode)
 
-    def is_directory(self, inside: str) -> bool:
-        try:
-            return self.resolve(inside).is_dir()
-        except OSError:
-            return False
-
-    def resolve(self, inside: str) -> Path:
-        """Host path of a path of the sandbox, following links as a process inside would; never leaves the root.
-
-        Raises:
-            OSError: a chain of links without end.
-        """
-        pending, resolved, links = list(reversed(inside.split("/"))), [], 0
-        while pending:
-            name = pending.pop()
-            if name in ("", "."):
-                continue
-            if name == "..":
-                resolved = resolved[:-1]
-                continue
-            path = self.path.joinpath(*resolved, name)
-            if path.is_symlink():
-                links += 1
-                if links > MAX_LINKS:
-                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), inside)
-                target = os.readlink(path)
-                resolved = [] if target.startswith("/") else resolved
-                pending += reversed(target.split("/"))
-            else:
-                resolved.append(name)
-        return self.path.joinpath(*resolved)
-
-    def _place(self, inside: str) -> Path:
-        """Where the last component of `inside` lies, its folders made."""
-        folder, _, name = inside.rstrip("/").rpartition("/")
-        if name in ("", ".", ".."):
-            raise T1Error(f"{inside!r} names no file", where="environment/Dockerfile")
-        return self._existing_directory(folder) / name
-
-    def _existing_directory(self, inside: str) -> Path:
-        missing = []
-        path = self.resolve(inside)
-        while not path.is_dir():
-            missing.append(path)
-            path = path.parent
-        if missing and path.is_relative_to(self.path / "usr"):
-            raise T1Error(f"{inside} lies in the read-only system", where="environment/Dockerfile")
-        for path in reversed(missing):
-            os.mkdir(path)
-            os.chmod(path, 0o755)
-            self._own(path)
-        return missing[0] if missing else path
+    def remove(self) -> None:
+        """Raises OSError."""
+        remove_tree(self.path)
 
     def _plain_directory(self, name: str) -> None:
         path = self.path / name
@@ -254,29 +226,3 @@ def remove_tree(path: str | Path) -> None:
         subprocess.run(["rm", "-rf", "--", str(path)], stderr=subprocess.DEVNULL, check=False)
         if os.path.lexists(path):
             raise
-
-
-def read_regular(path: str | Path, limit: int) -> bytes:
-    """Content of a file that someone untrusted left.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: a link, a special file, or more than `limit` bytes.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError("is a symbolic link" if error.errno == errno.ELOOP else error.strerror) from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("is not a regular file")
-        content = bytearray()
-        while len(content) <= limit and (block := os.read(descriptor, limit + 1 - len(content))):
-            content += block
-    finally:
-        os.close(descriptor)
-    if len(content) > limit:
-        raise ValueError(f"is larger than {limit} bytes")
-    return bytes(content)

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from megatron_t1.environment.sandbox.disk import mount_bounded, unmount
+from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.sandbox import cgroup
+from megatron_t1.environment.sandbox.disk import mount_bounded, tmpfs_options, unmount
+from megatron_t1.environment.sandbox.keeper import Keeper
 from megatron_t1.environment.sandbox.root import remove_tree
 from megatron_t1.errors import T1Error
 
@@ -21,6 +24,7 @@ BASE = "t1-sandboxes"
 PREFIX = "t1-sandbox-"
 LOCK = "lock"
 DISK = "disk"  # what the sandbox's processes write to
+MOUNT = "mount"  # where an overlay of it and a base may be mounted
 
 
 class ScratchDirectory:
@@ -32,6 +36,8 @@ class ScratchDirectory:
     Attributes:
         path: for the driver alone.
         disk: what the sandbox's processes write to.
+        mount: where an overlay may be mounted; `remove` takes it away.
+        keeper: the namespace that `disk` and `mount` are in, where this driver may mount only in one.
         bounded: whether `disk` is a file system of its own.
     """
 
@@ -42,17 +48,36 @@ class ScratchDirectory:
             self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path.chmod(0o711)
-        self.disk = self.path / DISK
+        self.disk, self.mount, self.keeper = self.path / DISK, self.path / MOUNT, None
         try:
             self.bounded = mount_bounded(self.disk, disk_mb, max_files)
         except OSError:
             self.remove()
             raise
+        if not self.bounded and os.geteuid() != 0:
+            with contextlib.suppress(OSError):  # no user namespaces: bwrap will say so
+                self.keeper = Keeper(self.disk, tmpfs_options(disk_mb, max_files))
+                self.disk, self.mount = self.keeper.seen(self.disk), self.keeper.seen(self.mount)
+                self.bounded = True
+
+    def limit(self, config: SandboxConfig) -> cgroup.ControlGroups:
+        """New control groups, which go with this directory. Raises OSError."""
+        memory_mb = config.memory_mb + (config.disk_mb if self.bounded else 0)  # a tmpfs is charged to who fills it
+        groups = cgroup.ControlGroups(
+            cgroup.find_parents(config),
+            self.path.name,
+            memory_bytes=memory_mb << 20,
+            max_processes=config.max_processes,
+            cpus=config.cpus,
+        )
+        (self.path / cgroup.LIST).write_text("".join(f"{path}\n" for path in groups.paths))
+        return groups
 
     def remove(self) -> None:
         try:
-            unmount(self.disk)
-            remove_tree(self.path)
+            if self.keeper is not None:
+                self.keeper.close()
+            _release(self.path)
         finally:
             if self._lock >= 0:
                 os.close(self._lock)
@@ -107,12 +132,22 @@ def remove_abandoned(base: str) -> int:
     removed = 0
     for path, lock in abandoned:
         with contextlib.suppress(OSError):  # another driver was faster
-            unmount(path / DISK)
-            remove_tree(path)
+            _release(path)
             removed += 1
         if lock >= 0:
             os.close(lock)
     return removed
+
+
+def _release(path: Path) -> None:
+    """A sandbox's mounts, files and control groups. Raises OSError."""
+    groups = []
+    with contextlib.suppress(FileNotFoundError):
+        groups = [Path(line) for line in (path / cgroup.LIST).read_text().splitlines()]
+    unmount(path / MOUNT)
+    unmount(path / DISK)
+    remove_tree(path)
+    cgroup.remove_groups([group for group in groups if group.name == path.name])
 
 
 def _take(path: Path) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import aiohttp
 import numpy as np
 
-from megatron_t1.rollout.engine.completion import Completion, RouteShape
+from megatron_t1.rollout.engine.completion import Completion, EngineRoutes
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequestFailed
 from megatron_t1.trajectory.exchange import ExchangeSession
 
@@ -31,7 +31,7 @@ class EngineClient:
         self,
         url: str,
         *,
-        route_shape: RouteShape | None = None,
+        route_shape: EngineRoutes | None = None,
         request_timeout_s: float = 600.0,
         check_alive: Callable[[], Awaitable[None]] | None = None,
     ):

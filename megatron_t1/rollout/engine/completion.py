@@ -5,36 +5,26 @@ Shapes: P prompt tokens, N sampled tokens, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequestFailed
-from megatron_t1.trajectory.routes import repeated_experts, route_dtype
+from megatron_t1.trajectory.routes import RouteShape, decode_routes, route_problem
 
 LOGPROB_FLOOR = -9000.0  # vLLM clamps minus infinity to -9999
 
 
-@dataclass(frozen=True)
-class RouteShape:
-    """The experts a model's tokens can take.
+@dataclass(frozen=True, kw_only=True)
+class EngineRoutes(RouteShape):
+    """The experts of a model, and where they stand in an answer of the engine, which has rows of every layer.
 
-    `columns`: the MoE layers among the layers of the engine's answer, where some layers are dense; empty: all are MoE.
+    `columns`: the MoE layers among the layers of the answer, where some layers are dense; empty: all are MoE.
     """
 
-    num_moe_layers: int
-    top_k: int
-    num_experts: int
-    num_layers: int = 0  # of the engine's answer; 0: num_moe_layers
+    num_layers: int = 0  # of the answer; 0: num_moe_layers
     columns: tuple[int, ...] = ()
-
-    @property
-    def dtype(self) -> np.dtype:
-        return route_dtype(self.num_experts)
 
 
 class Completion:
@@ -80,7 +70,7 @@ class Completion:
         prompt_length: int,
         max_tokens: int,
         routes_from: int | None,
-        route_shape: RouteShape | None,
+        route_shape: EngineRoutes | None,
         where: str,
     ) -> Completion:
         """Parse and check the body of an answer of vLLM's /inference/v1/generate.
@@ -167,13 +157,12 @@ def _int32(values: Any, invalid) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def _routes(encoded: Any, rows: int, shape: RouteShape, invalid) -> np.ndarray:
+def _routes(encoded: Any, rows: int, shape: EngineRoutes, invalid) -> np.ndarray:
     if encoded is None:
         raise invalid("no routed experts, although they were asked for")
     try:
-        raw = base64.b64decode(encoded, validate=True)
-        routes = np.load(io.BytesIO(raw), allow_pickle=False)
-    except (TypeError, ValueError, EOFError, OSError, binascii.Error) as error:
+        routes = decode_routes(encoded)
+    except ValueError as error:
         raise invalid(f"routed experts: {error}") from error
     expected = (rows, shape.num_layers or shape.num_moe_layers, shape.top_k)
     if routes.shape != expected:
@@ -188,15 +177,3 @@ def _routes(encoded: Any, rows: int, shape: RouteShape, invalid) -> np.ndarray:
     if problem:
         raise invalid(problem)
     return np.ascontiguousarray(routes, dtype=shape.dtype)
-
-
-def route_problem(routes: np.ndarray, num_experts: int) -> str:
-    """What is impossible about routes [rows, L, K] of one model; "" when they are sound."""
-    if int(routes.max()) >= num_experts or int(routes.min()) < 0:
-        row, layer, _ = np.argwhere((routes >= num_experts) | (routes < 0))[0]
-        return f"row {row}, layer {layer}: expert {routes[row, layer].tolist()} of {num_experts}"
-    twice = repeated_experts(routes)
-    if twice.any():
-        row, layer = np.argwhere(twice)[0]
-        return f"row {row}, layer {layer}: an expert twice in {routes[row, layer].tolist()}"
-    return ""

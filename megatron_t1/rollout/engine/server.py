@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from megatron_t1.config.schema import EngineConfig
-from megatron_t1.rollout.engine import supervisor
+from megatron_t1.rollout.engine import observed, supervisor
 from megatron_t1.rollout.engine.command import installed_build, require_plugin, serve_command, serve_environment
 from megatron_t1.rollout.engine.errors import EngineLost
 
@@ -40,6 +40,7 @@ class VllmServer:
     Attributes:
         url: base address, once started.
         build: the installed vLLM.
+        router_dtype: of the router's logits, as the engine's processes found it in the loaded model; "": none looked.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class VllmServer:
         self.build = installed_build()
         self.url = ""
         self.start_s = 0.0
+        self.router_dtype = ""
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> VllmServer:
@@ -117,6 +119,7 @@ class VllmServer:
                 await self.stop()
                 raise
             self.start_s = time.monotonic() - began
+            self.router_dtype = observed.router_dtype(self._log_since(offset))
             return
 
     async def stop(self) -> None:

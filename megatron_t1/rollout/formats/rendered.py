@@ -307,8 +307,9 @@ def _create(adapter: RenderersTokenizer, family: str) -> Any:
         )
     try:
         # The stream keeps all reasoning: what was sampled stays, also after a new message of the user.
-        config = type(renderers.config_from_name(family))(thinking_retention="all")
-        return renderers.create_renderer(adapter, config)
+        kind = type(renderers.config_from_name(family))
+        dropping = {"auto_drop_analysis": False} if "auto_drop_analysis" in kind.model_fields else {}
+        return renderers.create_renderer(adapter, kind(thinking_retention="all", **dropping))
     except Exception as error:  # an assertion for a missing control token, a ValueError for a missing vocabulary
         raise ConfigError(
             f"the format {family!r} of renderers can't be used with this tokenizer: {error}",

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import vllm.v1.worker.cpu_worker as cpu_worker
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from megatron_t1.rollout.engine.observed import router_line
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class RoutesCPUModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **options)
         if not is_profiling and self.vllm_config.aux_output_config.enabled:
             self.aux_output_connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+            gates = {
+                gate.out_dtype or gate.weight.dtype for gate in self.model.modules() if isinstance(gate, GateLinear)
+            }
+            for dtype in gates:
+                print(router_line(str(dtype).removeprefix("torch.")), flush=True)
 
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         if self.aux_output_connector is not None:

@@ -1,0 +1,1 @@
+"""Sandboxes that a container engine keeps: Podman and Docker through one class, Apptainer for clusters."""

@@ -1,0 +1,116 @@
+"""Trials that others stored: what each passed, from the most detailed file there is."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_t1.environment.trials import read_trials, trial_of
+from megatron_t1.errors import T1Error
+from megatron_t1.report.rewards import analyze
+from megatron_t1.trajectory import tensorfile
+from megatron_t1.trajectory.record import Header, Trajectory, Verdict
+from megatron_t1.trajectory.store import RolloutStore
+
+
+@pytest.fixture(scope="module")
+def real_trials():
+    path = os.environ.get("T1_HARBOR_TRIALS", "")
+    if not path or not Path(path).is_dir():
+        pytest.skip("T1_HARBOR_TRIALS names no directory of stored trials")
+    return Path(path), read_trials(path)
+
+
+def test_every_real_trial_has_what_its_report_says(real_trials):
+    path, trials = real_trials
+    folders = {folder.name: folder for folder in path.glob("*/*__???????")}
+    assert len(trials) == len(folders) > 0
+    for trial in trials:
+        folder, verdict = folders[trial.name], trial.verdict
+        assert trial.name.startswith(f"{trial.task}__")
+        if (folder / "ctrf.json").is_file():
+            summary = _summary(folder)
+            assert (verdict.passed, verdict.total) == (summary["passed"], summary["tests"]) and verdict.trusted
+            assert verdict.solved == (float((folder / "reward.txt").read_text()) == 1.0)
+        elif (folder / "reward.txt").is_file():  # falls back: one check, passed at 1
+            assert (verdict.total, verdict.source, verdict.trusted) == (1, "reward.txt", True)
+        else:
+            assert not verdict.trusted and "no result file" in verdict.reason
+        assert (trial.turns > 0) == (folder / "trajectory.json").is_file()
+
+
+def test_real_trials_show_what_a_binary_reward_hides(real_trials):
+    path, trials = real_trials
+    found, summaries = analyze(trials), [_summary(file.parent) for file in path.glob("*/*/ctrf.json")]
+    partly = [own for own in summaries if 0 < own["passed"] < own["tests"]]
+    assert found.with_progress == len(partly) > 0.3 * found.unsolved
+    assert found.solved + found.unsolved == sum(trial.verdict.trusted for trial in trials)
+    assert found.reward_with_checks > 0.5  # absolute counts favour tasks with many checks
+    assert sum(row.reward_share for row in found.dominating) == pytest.approx(1.0)
+
+
+def _summary(folder):
+    return json.loads((folder / "ctrf.json").read_text())["results"]["summary"]
+
+
+def trial(folder, **files):
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_harbor_folders(tmp_path):
+    atif = {"steps": [{"source": "user"}, {"source": "agent"}, {"source": "agent", "is_copied_context": True}]}
+    trial(
+        tmp_path / "job/fix-it__aB3dE6g",
+        result_json={"task_name": "org/fix-it", "trial_name": "fix-it__aB3dE6g", "agent_result": {},
+                     "exception_info": {"exception_type": "AgentTimeoutError"}},
+        verifier__reward_txt="0.5",
+        agent__trajectory_json=atif,
+    )  # fmt: skip
+    trial(tmp_path / "job/other:2__1234567", verifier__reward_json={"a": 1, "b": 0}, verifier__reward_txt="1")
+    trial(tmp_path / "job/broken__1234567", verifier__ctrf_json="{", verifier__reward_txt="1")
+    (tmp_path / "job/result.json").write_text(json.dumps({"n_total_trials": 3}))
+    broken, first, second = read_trials(tmp_path)
+    assert (first.task, first.turns, first.end_reason) == ("org/fix-it", 1, "AgentTimeoutError")
+    assert (first.verdict.passed, first.verdict.total, first.verdict.score) == (0, 1, 0.5)
+    assert (second.task, second.verdict.passed, second.verdict.total) == ("other", 1, 2)
+    assert not broken.verdict.trusted and "ctrf.json" in broken.verdict.reason  # never the next best file
+
+
+def test_a_run_is_read_by_its_rollouts_and_weights_are_no_records(tmp_path):
+    tokens = {"ids": np.array([1, 2], np.int32), "origin": np.array([0, 1], np.uint8),
+              "turn": np.zeros(2, np.uint16), "logprobs": np.array([np.nan, -0.5], np.float32),
+              "routes": None, "routed": np.zeros(2, bool)}  # fmt: skip
+    for iteration, passed in enumerate((1, 2)):
+        header = Header(
+            "a-0", "a", 0, iteration, (iteration,), "submitted", Verdict(passed, 2, 0, True), {"total": 0.5}, None
+        )
+        store = RolloutStore(tmp_path / f"run/rollouts/iter_000{iteration}")
+        store.add(Trajectory(header, **tokens))
+        if iteration:
+            store.seal()
+    tensorfile.write(tmp_path / "run/hf/model.safetensors", {"w": np.zeros(3, np.float32)}, {})
+    (tmp_path / "run/hf/broken.safetensors").write_bytes(b"no tensors")
+    for path in (tmp_path / "run", tmp_path / "run/rollouts/iter_0001", tmp_path):
+        found = read_trials(path)
+        assert [trial.verdict.passed for trial in found] == ([2] if path.name == "iter_0001" else [1, 2])
+
+
+def test_nothing_to_read_is_named(tmp_path):
+    with pytest.raises(T1Error, match="no such directory"):
+        read_trials(tmp_path / "none")
+    with pytest.raises(T1Error, match="no trial was found"):
+        read_trials(tmp_path)
+
+
+def test_a_record_without_a_verdict_is_untrusted():
+    header = Header("a-0", "a", 0, 3, (0,), "submitted", None, {}, None, counts={"turns": 2, "tokens": 9})
+    found = trial_of(header)
+    assert (found.turns, found.tokens, found.iteration) == (2, 9, 3) and not found.verdict.trusted
+    paid = trial_of(Header("a-0", "a", 0, 3, (0,), "submitted", Verdict(1, 2, 0, True), {"total": 0.25}, None))
+    assert paid.verdict.passed == 1 and paid.reward == {"total": 0.25} and paid.turns == -1
