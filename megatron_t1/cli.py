@@ -14,184 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_t1 import __version__
+from megatron_t1.command_table import COMMANDS, Command
 from megatron_t1.errors import ConfigError, T1Error, readable
 
 USAGE_STATUS, FAILURE_STATUS = 2, 1
-
-
-@dataclass(frozen=True)
-class Command:
-    words: tuple[str, ...]
-    target: str  # "module:function" in megatron_t1.commands; called with the Invocation
-    summary: str
-    details: str
-    configured: bool = True  # takes Hydra overrides; otherwise plain arguments
-
-
-COMMANDS = (
-    Command(
-        ("run",), "run:run", "the whole training: rollout, critic, actor, export, repeated",
-        """\
-Starts, or goes on with, the training in run.dir. What is finished (RUN/manifest.json) is not repeated; once
-a step is, options that decide what is computed, and the files in model.path, must be those the run was started with.
-Phases run one at a time, each in processes of its own; RUN/phases/iter_NNNN/PHASE/logs holds what they said.
-
-  t1 run experiment=quickstart
-  t1 run run.dir=runs/quickstart                    go on, with what the run was started with
-  t1 run experiment=quickstart loop.iterations=6    go on for longer
-  t1 run -m experiment=learn run.seed=0,1,2         a sweep: one run after another, each in its own directory""",
-    ),
-    Command(
-        ("rollout",), "run:phase", "one rollout phase of a run",
-        """\
-Samples one iteration's trajectories: starts the engine, runs the episodes in sandboxes, verifies, writes
-RUN/rollouts/iter_NNNN. Episodes that are already there are not repeated.
-
-  t1 rollout run.dir=runs/quickstart iteration=0    iteration=-1 (default): the first that is not finished""",
-    ),
-    Command(
-        ("train", "sft"), "run:sft", "supervised fine-tuning on demonstrations: the model a training starts from",
-        """\
-Reads model.path and train.sft.demonstrations, writes RUN/model. Use a run.dir of its own.
-
-  t1 train sft run.dir=runs/sft model.path=models/tiny_start train.sft.demonstrations=tasks/demonstrations""",
-    ),
-    Command(
-        ("train", "critic"), "run:phase", "one critic phase of a run",
-        """\
-Values, advantages and returns for one iteration's rollouts, then the value update. Writes RUN/values/iter_NNNN and
-RUN/checkpoints/critic. The actor's files are not touched.
-
-  t1 train critic run.dir=runs/quickstart""",
-    ),
-    Command(
-        ("train", "actor"), "run:phase", "one actor phase of a run",
-        """\
-The PPO update of the policy, with the experts of the rollout replayed. Writes RUN/checkpoints/actor.
-
-  t1 train actor run.dir=runs/quickstart""",
-    ),
-    Command(
-        ("export",), "run:phase", "the newest actor as a Hugging Face directory",
-        """\
-Writes RUN/hf/iter_NNNN, which vLLM and transformers load.
-
-  t1 export run.dir=runs/quickstart""",
-    ),
-    Command(
-        ("eval",), "run:evaluate", "evaluate a policy of a run, or any model, on held-out tasks",
-        """\
-Without a run in run.dir, evaluates model.path there (policy 0). In a run, evaluates the policy of iteration=N, or the
-newest exported one.
-
-  t1 eval run.dir=runs/base model.path=models/my_model eval.tasks=tasks/held_out eval.attempts=4
-  t1 eval run.dir=runs/quickstart
-  t1 eval run.dir=runs/again model.path=runs/quickstart/hf/iter_0003 eval.tasks=tasks/held_out eval.attempts=8
-
-A run keeps to its own eval options, so that its evaluations stay comparable. Other ones (attempts, tasks, max_turns,
-temperature, limit) go to a run.dir of their own, as in the last line; `t1 compare A B` compares two of them.""",
-    ),
-    Command(
-        ("tasks", "generate"), "inputs:generate", "write Harbor-format terminal tasks and prove each of them",
-        """\
-Writes generate.out/train and generate.out/held_out: disjoint by content; the reference solution of each passes all its
-checks, and what passes when nothing is done is recorded.
-
-  t1 tasks generate generate.out=tasks generate.train=500 generate.held_out=200""",
-    ),
-    Command(
-        ("tasks", "demonstrate"), "inputs:demonstrate", "demonstrations of a scripted policy, for `t1 train sft`",
-        """\
-Runs a scripted policy through the same agent loop and sandboxes and writes its records to train.sft.demonstrations.
-They are imperfect on purpose (generate.demonstration_noise), so that reinforcement learning has something to repair.
-
-  t1 tasks demonstrate generate.demonstrations=7000""",
-    ),
-    Command(
-        ("model", "init"), "inputs:init_model", "a small random model with its own tokenizer, from a seed",
-        """\
-Writes model.path: config.json, safetensors, tokenizer. The tokenizer is trained on text the task generator makes.
-
-  t1 model init model=tiny model.path=models/tiny_start run.seed=0""",
-    ),
-    Command(
-        ("show",), "inspect:show", "what a run did so far, or the transcript of one trajectory",
-        """  t1 show RUN                        steps with time, speed, reward, checks, explained variance, KL, gap
-  t1 show RUN --trajectory ID        tokens decoded, coloured by where they came from, with the verdict
-  t1 show RUN --trajectories         ids of all trajectories
-  t1 show RUN --plots                write RUN/plots/*.png again""",
-        configured=False,
-    ),
-    Command(
-        ("import", "jsonl"), "import_:jsonl", "records of other people's token ids, masks and log-probs (JSON lines)",
-        """\
-One trajectory on each line; docs/token-streams.md describes the fields.
-
-  t1 import jsonl FILE ... --out DIR
-  --contract FILE       the sampling contract of lines that state none, as JSON: PPO needs one
-  --run RUN --iteration N   instead of --out: as the rollout of that iteration, for `t1 train` by hand""",
-        configured=False,
-    ),
-    Command(
-        ("import", "harbor"), "import_:harbor", "records of Harbor trials or ATIF trajectories with token ids",
-        """\
-PATH: a trial, a directory of trials, a trial's result.json, or an ATIF file. Writes an exchange log as well, so that
-`t1 audit` can show what was made of it.
-
-  t1 import harbor PATH ... --out DIR
-  --scale X             reward of one passed check, where the verifier's ctrf.json counts them (default 0.25)
-  --contract FILE, --run RUN --iteration N   as for `t1 import jsonl`""",
-        configured=False,
-    ),
-    Command(
-        ("inspect",), "inspect:inspect", "one record, shard or exchange log: header, spans, where the loss is",
-        """\
-  t1 inspect RUN/rollouts/iter_0003/x.shard.safetensors                    the records in it
-  t1 inspect RUN/rollouts/iter_0003/x.shard.safetensors --trajectory ID    one of them
-  t1 inspect RUN/rollouts/iter_0003/exchange.0.x.log                       what the engine was asked and answered
-  --tokenizer DIR       text instead of ids, with the tokenizer.json of a model directory
-  --all                 every span of a long trajectory""",
-        configured=False,
-    ),
-    Command(
-        ("audit",), "audit:audit", "does training see exactly the tokens that the sampler saw and produced?",
-        """\
-PATH: a run, a directory of records, a shard or a record. Compares every trajectory, as training reads it, with the log
-of the exchange with the engine that lies beside the records: tokens inside and outside the loss, mask, log-probs,
-turns, routes, sampling contract. Exit status 1 when anything differs, 2 when something can't be read.
-
-  t1 audit RUN
-  t1 audit RUN/rollouts/iter_0003 --report audit.json
-  --report FILE         everything that was found, as JSON, with the SHA-256 of all files read
-  --baseline rerender   beside it: what decoding, parsing, rendering and encoding again would have done
-  --rescore N           score N trajectories of each directory again with the engine (prompt log-probabilities)
-  --model DIR           model directory for the last two; default: the run's own
-  --chat-format NAME    of the baseline; default: the records' own""",
-        configured=False,
-    ),
-    Command(
-        ("compare",), "inspect:compare", "is run B better than run A? Paired bootstrap over tasks and attempts",
-        """  t1 compare RUN_A RUN_B             newest evaluations of two runs
-  t1 compare RUN                     first and newest evaluation of one run
-  t1 compare A/evaluations/iter_0000 B/evaluations/iter_0003
-  --seed N --samples N               of the bootstrap""",
-        configured=False,
-    ),
-    Command(
-        ("patch",), "patch:patch", "patches for a Megatron checkout of your own: status, apply, revert, diff",
-        """  t1 patch status --checkout DIR     what each patch is to the checkout; exit status 1 when one doesn't fit
-  t1 patch diff   --checkout DIR     what the patches change, as a unified diff
-  t1 patch apply  --checkout DIR     all that fit, or nothing; again: nothing more happens
-  t1 patch revert --checkout DIR     the files are byte for byte what they were
-  --only NAME                        this patch only; may be repeated
-  --dry-run                          say what would be done, and write nothing
-  --patches DIR                      declarations of your own
-
-DIR is a Megatron-LM checkout, or a directory that holds megatron/core (site-packages). Nothing in it is run.
-docs/patches.md lists the patches.""",
-        configured=False,
-    ),
-)  # fmt: skip
 
 
 @dataclass
@@ -203,6 +29,7 @@ class Invocation:
     print_config: bool = False
     multirun: bool = False
     config_dirs: list[str] = field(default_factory=list)
+    flags: set[str] = field(default_factory=set)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -285,11 +112,13 @@ def parse(command: Command, words: Sequence[str]) -> Invocation:
             invocation.config_dirs.append(queue.pop(0))
         elif word.startswith("--config-dir="):
             invocation.config_dirs.append(word.partition("=")[2])
+        elif word in command.flags:
+            invocation.flags.add(word)
         elif word.startswith("-"):
             raise ConfigError(
                 f"unknown option {word}",
                 where=f"t1 {' '.join(command.words)}",
-                remedy="options: --cfg job, -m, --config-dir",
+                remedy=f"options: {', '.join(('--cfg job', '-m', '--config-dir', *command.flags))}",
             )
         else:
             invocation.arguments.append(word)

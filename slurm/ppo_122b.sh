@@ -6,8 +6,8 @@
 #   sbatch -N2 --gpus-per-node=0 slurm/ppo_122b.sh model=tiny layout=ep2 env=terminal rollout=default train=default \
 #          cluster.train.processes_per_node=1 ...            the whole loop on two nodes without GPUs: docs/cluster.md
 #
-# Submitting it again with the same run.dir goes on after the last finished step; so does Slurm when it requeues the job
-# after a node failure. Before anything starts the allocation is compared with what the layout needs. Slurm runs a copy
+# Before its time is over the job stops cleanly and queues itself again (cluster.slurm.max_requeues); so does Slurm after a
+# node failure. It goes on after the last finished step, as does the same command when it is submitted again. Before anything starts the allocation is compared with what the layout needs. Slurm runs a copy
 # of this file from its spool directory, so nothing beside it is read: `t1` comes from T1 (a path), from PATH, or from
 # .venv in the directory the job was submitted from.
 #

@@ -18,7 +18,7 @@ from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.config.schema import EngineConfig
 from megatron_t1.errors import ConfigError, IncompleteError
-from megatron_t1.paths import Counters, RunPaths, number_of
+from megatron_t1.paths import RunPaths
 from megatron_t1.report.show import make_console
 from megatron_t1.trajectory.record import Trajectory
 
@@ -115,9 +115,6 @@ def _rescore(
 
 def _model_of(target: Target, option: str) -> Path:
     """The model directory that sampled a target's records: the run's export of that policy."""
-    if target.run is None or not target.kind:
+    if target.policy is None:
         raise ConfigError(f"{option} needs --model DIR: {target.label} belongs to no run")
-    number = number_of(target.directory.resolve())
-    assert number is not None
-    policy = number if target.kind == "evaluations" else Counters(number, target.run.loop.warmup_iterations).policy
-    return RunPaths.of(target.run.run.dir).hf(policy, target.run.model.path)
+    return RunPaths.of(target.run.run.dir).hf(target.policy, target.run.model.path)

@@ -19,7 +19,8 @@ from megatron_t1.config.inputs import device_problems, run_dir_problems
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError, T1Error
-from megatron_t1.loop.manifest import Manifest, is_free
+from megatron_t1.loop.manifest import is_free
+from megatron_t1.manifest import Manifest
 from megatron_t1.model.stored import CONFIG_FILE, architecture_from_hf, model_differences
 from megatron_t1.model.weight_files import weight_problems
 from megatron_t1.paths import RunPaths
@@ -67,14 +68,17 @@ def print_config(config: Config, *, model: bool = False) -> int:
     return 0
 
 
-def require_startable(config: Config, inputs: Iterable[str], *, training: bool = True) -> None:
+def require_startable(
+    config: Config, inputs: Iterable[str], *, training: bool = True, more: Iterable[str] = ()
+) -> None:
     """Raise ConfigError with everything that would make a phase fail: options, inputs, model, machine.
 
     Args:
         inputs: path options that the command reads.
         training: a training phase is to come, so the model must be one that the trainer can build.
+        more: problems that the command knows of.
     """
-    problems = [*model_problems(config), *run_dir_problems(config)]
+    problems = [*model_problems(config), *run_dir_problems(config), *more]
     if training:
         problems += [*unbuildable(config), *device_problems(config)]
     check(config, inputs, problems)

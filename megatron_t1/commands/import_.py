@@ -9,16 +9,18 @@ from pathlib import Path
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
-from megatron_t1.config.compose import load_run_config
+from megatron_t1.commands.configuration import require_startable
+from megatron_t1.config.compose import absolute, compose, load_run_config
 from megatron_t1.config.inputs import is_run
 from megatron_t1.config.schema import RewardConfig
 from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.importing.foreign import Foreign, read_contract, write
-from megatron_t1.importing.harbor import read_trials
+from megatron_t1.importing.harbor import TrialReader
 from megatron_t1.importing.jsonlines import read_lines
 from megatron_t1.loop.lock import RunLock
-from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.loop.runner import opened
 from megatron_t1.loop.steps import total_iterations
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
 from megatron_t1.trajectory.exchange import log_names
@@ -36,9 +38,11 @@ def jsonl(invocation: Invocation) -> int:
 def harbor(invocation: Invocation) -> int:
     options = _options(invocation, "t1 import harbor")
     contract = read_contract(options.contract) if options.contract else None
-    return _write(
-        options, (item for path in options.paths for item in read_trials(path, contract, scale=options.scale))
-    )
+    reader = TrialReader(contract, scale=options.scale, routes=not options.no_routes)
+    status = _write(options, (item for path in options.paths for item in reader.read(path)))
+    for name, count in sorted((+reader.ignored).items()):
+        print(f"not imported: {name} ({count})")
+    return status
 
 
 def _options(invocation: Invocation, name: str) -> argparse.Namespace:
@@ -47,18 +51,18 @@ def _options(invocation: Invocation, name: str) -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR")
     parser.add_argument("--run", metavar="RUN")
     parser.add_argument("--iteration", type=int, metavar="N")
+    parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--contract", metavar="FILE")
     if name.endswith("harbor"):
         parser.add_argument("--scale", type=float, default=RewardConfig().scale)
+        parser.add_argument("--no-routes", action="store_true")
     options = parser.parse_args(invocation.arguments)
     if bool(options.out) == bool(options.run) or (options.run is None) != (options.iteration is None):
         raise ConfigError("name one place: --out DIR, or --run RUN --iteration N", where=name)
     if options.iteration is not None and options.iteration < 0:
         raise ConfigError(f"--iteration {options.iteration}: iterations count from 0", where=name)
-    if options.run and not is_run(RunPaths.of(options.run).root):
-        raise IncompleteError(
-            "there is no run", where=options.run, remedy="name the run.dir of a `t1 run`, or write to --out DIR"
-        )
+    if options.options and not options.run:
+        raise ConfigError("--options begin a run, and --out names none", where=name)
     if name.endswith("harbor") and not math.isfinite(options.scale):
         raise ConfigError(f"--scale {options.scale}: expected a finite number", where=name)
     return options
@@ -78,6 +82,7 @@ def _write(options: argparse.Namespace, found: Iterable[Foreign | str]) -> int:
         out = Path(options.out)
         records = write(foreign, out)
     else:
+        _require_run(options)
         out, records = _write_rollout(foreign, RunPaths.of(options.run), options.iteration)
     selection = select(records)
     proven = sum(bool(item.exchanges) for item in foreign)
@@ -90,6 +95,34 @@ def _write(options: argparse.Namespace, found: Iterable[Foreign | str]) -> int:
         print(f"{len(skipped)} trials without token ids were left out, for example {skipped[0]}")
     print(f"next: t1 audit {out}")
     return 0
+
+
+def _require_run(options: argparse.Namespace) -> None:
+    """Begin the run with --options where there is none yet.
+
+    Raises:
+        IncompleteError: there is none, and no options to begin one with.
+        ConfigError: the options clash, or the run has its own.
+    """
+    root = RunPaths.of(options.run).root
+    if is_run(root):
+        if options.options:
+            raise ConfigError(
+                f"{options.run} is a run, which has its options already",
+                where="--options",
+                remedy="leave them out, or name another run",
+            )
+        return
+    if not options.options:
+        raise IncompleteError(
+            "there is no run",
+            where=options.run,
+            remedy="name the run.dir of a `t1 run`; or begin one with --options model.path=..., as `t1 run` takes them",
+        )
+    config = absolute(compose([*options.options, f"run.dir={root}"]))
+    require_startable(config, ["model.path"])
+    with opened(config, kinds=("train",)):
+        pass
 
 
 def _write_rollout(foreign: list[Foreign], paths: RunPaths, iteration: int) -> tuple[Path, list[Trajectory]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.errors import ConfigError, IncompleteError
+from megatron_t1.loop.outside import phase_outside_the_loop
 
 
 def show(invocation: Invocation) -> int:
@@ -15,6 +16,7 @@ def show(invocation: Invocation) -> int:
     parser.add_argument("--trajectory", metavar="ID")
     parser.add_argument("--trajectories", action="store_true")
     parser.add_argument("--plots", action="store_true")
+    parser.add_argument("--evaluations", action="store_true")
     options = parser.parse_args(invocation.arguments)
     if not Path(options.run).is_dir():
         raise IncompleteError("no such run directory", where=options.run)
@@ -26,6 +28,19 @@ def show(invocation: Invocation) -> int:
         from megatron_t1.report.transcript import print_trajectories
 
         print_trajectories(options.run)
+    elif options.evaluations:
+        from megatron_t1.report.comparison import evaluations_of
+        from megatron_t1.report.evaluation import evaluate_summary, print_evaluation
+
+        for directory in evaluations_of(options.run):
+            print_evaluation(evaluate_summary(directory))
+    elif phase := phase_outside_the_loop(Path(options.run)):
+        from megatron_t1.report.outside import print_outside, write_warmup_plot
+
+        if options.plots and phase == "warmup":
+            print(write_warmup_plot(options.run))
+            return 0
+        print_outside(options.run)
     else:
         from megatron_t1.report.show import print_run
 

@@ -42,7 +42,7 @@ def _status(tree, patches, options: argparse.Namespace) -> int:
     cut_off = operations.interrupted(tree)
     if cut_off:
         print("A change of this checkout is being made, or was cut off: the next apply or revert takes it back first.")
-    return int(cut_off or any(finding.state in ("conflict", "damaged") for finding in findings))
+    return int(cut_off or any(finding.state in ("conflict", "damaged", "outdated") for finding in findings))
 
 
 def _apply(tree, patches, options: argparse.Namespace) -> int:

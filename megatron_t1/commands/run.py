@@ -1,4 +1,4 @@
-"""`t1 run` and its phases by hand: `t1 rollout`, `t1 train ...`, `t1 export`, `t1 eval`."""
+"""`t1 run` and its phases by hand: `t1 rollout`, `t1 train critic` and `actor`, `t1 export`, `t1 eval`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import command_config, print_config, require_startable
-from megatron_t1.config.compose import flatten, load_run_config, save
+from megatron_t1.config.compose import flatten, load_run_config
 from megatron_t1.config.inputs import is_run, missing_inputs
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import ConfigError, IncompleteError, T1Error
-from megatron_t1.loop.launcher import PhaseCommand, Stopped, make_launcher, require_success
-from megatron_t1.loop.lock import RunLock
-from megatron_t1.loop.manifest import Manifest
-from megatron_t1.loop.runner import opened, stop_signals
+from megatron_t1.loop import slurm_jobs
+from megatron_t1.loop.launcher import Stopped
+from megatron_t1.loop.outside import OUTSIDE, phase_outside_the_loop
+from megatron_t1.loop.requeue import requeue_when_out_of_time
+from megatron_t1.loop.runner import opened
 from megatron_t1.loop.steps import Key, Step, all_steps, evaluates, next_step, total_iterations
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import Counters, RunPaths
-from megatron_t1.phase import PhaseResult, missing_outputs
+from megatron_t1.phase import PhaseResult
 
 INPUTS = {
     "rollout": ("model.path", "env.tasks"),
@@ -27,7 +30,6 @@ INPUTS = {
     "critic": ("model.path",),
     "actor": ("model.path",),
     "export": ("model.path",),
-    "sft": ("model.path", "train.sft.demonstrations"),
 }
 
 
@@ -40,24 +42,44 @@ def run(invocation: Invocation) -> int:
     config = command_config(invocation)
     if invocation.print_config:
         return print_config(config, model=True)
-    require_startable(config, run_inputs(config))
-    return _stoppable(lambda: _run(config))
+    require_startable(config, run_inputs(config), more=loop_problems(config))
+    return stoppable(lambda: _run(config), stopped=lambda number: requeue_when_out_of_time(config, number, say))
 
 
 def run_inputs(config: Config) -> list[str]:
     """The path options that a whole training reads."""
     evaluating = any(evaluates(config.loop, iteration) for iteration in range(total_iterations(config.loop) + 1))
-    return ["model.path", "env.tasks", *(["eval.tasks"] if evaluating else []), *_reference_input(config)]
+    models = [*_own_model(config, "critic"), *_own_model(config, "actor")]
+    return ["model.path", "env.tasks", *(["eval.tasks"] if evaluating else []), *models]
 
 
-def _reference_input(config: Config) -> list[str]:
-    """The option that names a reference policy of its own, where there is one."""
-    return ["train.actor.reference"] if config.train.actor.reference else []
+def _own_model(config: Config, phase: str) -> list[str]:
+    """The option that names a model of the phase's own, where it is to be read: a reference policy, a first critic."""
+    if phase == "actor" and config.train.actor.reference:
+        return ["train.actor.reference"]
+    if phase == "critic" and config.train.critic.start and (0, "critic") not in _finished(config):
+        return ["train.critic.start"]
+    return []
+
+
+def _finished(config: Config) -> set[Key]:
+    """Finished steps of the run in run.dir; none where there is no run."""
+    paths = RunPaths.of(config.run.dir)
+    return Manifest.read(paths.manifest).keys if is_run(paths.root) else set()
+
+
+def loop_problems(config: Config) -> list[str]:
+    """Options that a whole training doesn't read."""
+    if not config.train.critic.rollouts:
+        return []
+    return ["train.critic.rollouts is read by `t1 train critic` alone; train.critic.start takes the critic it leaves"]
 
 
 def _run(config: Config) -> int:
     started = time.monotonic()
     with opened(config, say=say) as runner:
+        if config.cluster.launcher == "slurm" and (job := slurm_jobs.own_job()) is not None:
+            slurm_jobs.note(config.run.dir, job, event="began")
         say(f"run {config.run.dir}: model {config.model.name}, {config.layout.processes} training processes")
         count = runner.run()
     from megatron_t1.report.plots import write_plots
@@ -78,8 +100,8 @@ def phase(invocation: Invocation) -> int:
     wanted, config.iteration = config.iteration, -1
     if not is_run(RunPaths.of(config.run.dir).root):
         _require_first(config, name)
-    require_startable(config, [*INPUTS[name], *(_reference_input(config) if name == "actor" else [])])
-    return _stoppable(lambda: _phase(config, name, wanted))
+    require_startable(config, [*INPUTS[name], *_own_model(config, name)])
+    return stoppable(lambda: _phase(config, name, wanted))
 
 
 def _require_first(config: Config, name: str) -> None:
@@ -90,10 +112,17 @@ def _require_first(config: Config, name: str) -> None:
     """
     if name == "rollout" and not missing_inputs(config, INPUTS[name]):
         return
+    kind = OUTSIDE.get(phase_outside_the_loop(RunPaths.of(config.run.dir).root))
+    if kind is None:
+        raise IncompleteError(
+            "there is no run",
+            where=config.run.dir,
+            remedy="name the run.dir of a `t1 run`; `t1 rollout` with model.path and env.tasks starts a new one",
+        )
     raise IncompleteError(
-        "there is no run",
+        f"there is no run: {kind.what} lies there",
         where=config.run.dir,
-        remedy="name the run.dir of a `t1 run`; `t1 rollout` with model.path and env.tasks starts a new one",
+        remedy=f"start one from what it left: `t1 run run.dir=ANOTHER {kind.option}={config.run.dir}/{kind.leaves}`",
     )
 
 
@@ -112,7 +141,7 @@ def _phase(config: Config, name: str, wanted: int) -> int:
         if (iteration, name) in finished:
             runner.forget((iteration, name))
         results = runner.execute(Step(iteration, (name,)))
-    _print_results(results)
+    print_results(results)
     return 0
 
 
@@ -124,7 +153,7 @@ def evaluate(invocation: Invocation) -> int:
     wanted, config.iteration = config.iteration, -1
     _require_own_evaluation(config, wanted)
     require_startable(config, INPUTS["evaluation"], training=False)
-    return _stoppable(lambda: _evaluate(config, wanted))
+    return stoppable(lambda: _evaluate(config, wanted))
 
 
 def _require_own_evaluation(config: Config, wanted: int) -> None:
@@ -139,6 +168,7 @@ def _require_own_evaluation(config: Config, wanted: int) -> None:
         return
     saved, now = flatten(load_run_config(paths.root)), flatten(config)
     changed = [key for key in now if key.startswith("eval.") and now[key] != saved[key]]
+    changed = [key for key in changed if key != "eval.solved_at"]  # only how the same attempts are reported
     if not changed:
         return
     policy = Counters(_evaluated(manifest, wanted), config.loop.warmup_iterations).policy
@@ -169,50 +199,20 @@ def _evaluate(config: Config, wanted: int) -> int:
             runner.forget(key)
         results = runner.execute(Step(iteration, ("evaluation",)))
     policy = Counters(iteration, config.loop.warmup_iterations).policy
-    _print_results(results)
-    say(f"summary: {RunPaths.of(config.run.dir).evaluation(policy) / 'summary.json'}")
-    return 0
+    print_results(results)
+    from megatron_t1.report.evaluation import (
+        REPORT_FILE,
+        SUMMARY_FILE,
+        evaluate_summary,
+        print_evaluation,
+        write_report,
+    )
 
-
-def sft(invocation: Invocation) -> int:
-    """Supervised fine-tuning: not part of the loop; leaves RUN/model."""
-    config = command_config(invocation)
-    if invocation.print_config:
-        return print_config(config, model=True)
-    config.iteration = -1
-    require_startable(config, INPUTS["sft"])
-    return _stoppable(lambda: _sft(config))
-
-
-def _sft(config: Config) -> int:
-    paths = RunPaths.of(config.run.dir)
-    if paths.manifest.exists():
-        raise T1Error(
-            "this directory holds a training",
-            where=str(paths.manifest),
-            remedy="choose another run.dir for the fine-tuning",
-        )
-    paths.root.mkdir(parents=True, exist_ok=True)
-    with stop_signals() as received, RunLock(paths.root):
-        launcher = make_launcher(config, lambda: received[0] if received else 0)
-        problems = launcher.preflight()
-        if problems:
-            raise T1Error("the phase can't be started here:\n" + "\n".join(f"  - {problem}" for problem in problems))
-        save(config, paths.config)
-        directory = paths.phase(0, "sft")
-        (directory / "result.json").unlink(missing_ok=True)
-        command = PhaseCommand(
-            "sft", "train", "megatron_t1.training.main",
-            ("--run", str(paths.root), "--iteration", "0", "--roles", "sft"),
-            config.layout.processes, distributed=True,
-        )  # fmt: skip
-        logs = directory / "logs" / f"attempt_{len(list((directory / 'logs').glob('attempt_*'))) + 1}"
-        require_success(launcher.launch(command, logs, echo=lambda line: say(f"    {line}")), command)
-    result = PhaseResult.read(directory)
-    wrong = missing_outputs(result, paths.root)
-    if wrong:
-        raise T1Error("the fine-tuning did not leave what it says: " + "; ".join(wrong[:5]), where=str(directory))
-    _print_results([result])
+    directory = RunPaths.of(config.run.dir).evaluation(policy)
+    found = evaluate_summary(directory, solved_at=config.eval.solved_at)
+    write_report(directory, found)
+    print_evaluation(found)
+    say(f"attempts: {directory / SUMMARY_FILE}, statistics: {directory / REPORT_FILE}")
     return 0
 
 
@@ -235,7 +235,7 @@ def _first_open(config: Config, name: str, finished: set[Key]) -> int:
     return open_iterations[0]
 
 
-def _print_results(results: list[PhaseResult]) -> None:
+def print_results(results: list[PhaseResult]) -> None:
     for result in results:
         seconds = sum(value for name, value in result.timings_s.items() if name != "total")
         say(f"{result.phase}, iteration {result.iteration}: {result.timings_s.get('total', seconds):.1f} s")
@@ -247,13 +247,16 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def _stoppable(work) -> int:
+def stoppable(work: Callable[[], int], stopped: Callable[[int], object] | None = None) -> int:
+    """Run `work`; a clean stop by a signal becomes its exit status, after `stopped(signal number)`."""
     try:
         return work()
-    except Stopped as stopped:
-        number = stopped.signal_number
+    except Stopped as stop:
+        number = stop.signal_number
         print(
             f"stopped by {signal.Signals(number).name}; finished steps are kept, the same command goes on from there",
             file=sys.stderr,
         )
+        if stopped is not None:
+            stopped(number)
         return 128 + number

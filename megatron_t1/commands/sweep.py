@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import model_problems, require_startable
-from megatron_t1.commands.run import run_inputs
+from megatron_t1.commands.run import loop_problems, run_inputs
 from megatron_t1.config.compose import absolute, compose, parse_overrides
 from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError
@@ -47,7 +47,7 @@ def sweep(invocation: Invocation) -> int:
         config = absolute(compose(overrides, config_dirs=invocation.config_dirs))
         run_dir = Path(config.run.dir) / f"{number:02d}_{name}"
         config.run.dir = str(run_dir)
-        check(config, more=[*model_problems(config), *unbuildable(config)])
+        check(config, more=[*model_problems(config), *unbuildable(config), *loop_problems(config)])
         configs.append(config)
         planned.append(
             (run_dir, [*(o for o in overrides if not o.startswith("run.dir=")), f"run.dir={_quoted(run_dir)}"])

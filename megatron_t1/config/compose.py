@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ from megatron_t1.resources import resource_dir
 
 EXPERIMENT = "experiment"
 # Options that name files or directories: saved as absolute paths, since phases may start in another directory.
-PATH_OPTIONS = ("run.dir", "model.path", "env.tasks", "eval.tasks", "train.sft.demonstrations")
-OPEN_KEYS = ("extra", "cluster.rollout.env", "cluster.train.env")  # any key may stand below these
+PATH_OPTIONS = (
+    "run.dir", "model.path", "env.tasks", "env.sources", "env.baselines", "eval.tasks", "rollout.selection.trials",
+    "train.sft.demonstrations", "train.actor.reference", "train.critic.start", "train.critic.rollouts",
+)  # fmt: skip
+OPEN_KEYS = (  # any key may stand below these
+    "extra", "cluster.rollout.env", "cluster.train.env", "env.sources", "env.weights", "env.sandbox.images",
+)  # fmt: skip
 
 
 def compose(overrides: Sequence[str] = (), *, config_dirs: Sequence[str | Path] = ()) -> Config:
@@ -94,7 +100,7 @@ def load_run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Confi
         )
     _check_overrides(parsed, [resource_dir("conf")])
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(saved))
+        merged = OmegaConf.merge(_schema(), OmegaConf.create(saved))
         for override in parsed:
             value = override.value()
             if override.is_delete() or override.is_sweep_override():
@@ -105,6 +111,12 @@ def load_run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Confi
     config = _to_config(merged)
     config.run.dir = str(path.parent)
     return config
+
+
+@cache
+def _schema() -> Any:
+    """What a merge starts from, which copies it."""
+    return OmegaConf.structured(Config)
 
 
 def save(config: Config, path: str | Path) -> None:
@@ -128,9 +140,23 @@ def absolute(config: Config, base: str | Path = ".") -> Config:
             setattr(owner, parent, child)
             owner = child
         value = getattr(owner, name)
-        if value and value != MISSING:
+        if isinstance(value, dict):
+            paths = {key: str((root / Path(each).expanduser()).resolve()) for key, each in value.items()}
+            setattr(owner, name, paths)
+        elif isinstance(value, list):
+            setattr(owner, name, [str((root / Path(each).expanduser()).resolve()) for each in value])
+        elif value and value != MISSING:
             setattr(owner, name, str((root / Path(value).expanduser()).resolve()))
+    sandbox = result.env.sandbox
+    images = {pattern: _base(root, value) for pattern, value in sandbox.images.items()}
+    result.env.sandbox = replace(sandbox, base=_base(root, sandbox.base), images=images)
     return result
+
+
+def _base(root: Path, value: str) -> str:
+    """A base system's directory as an absolute path; an image's name, and one that isn't there, as it is."""
+    path = (root / Path(value).expanduser()).resolve()
+    return str(path) if value and path.is_dir() else value
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -173,7 +199,7 @@ def _normalised(override: Override) -> str:
 
 
 def _is_open(name: str) -> bool:
-    return any(name.startswith(f"{key}.") for key in OPEN_KEYS)
+    return any(f"{name}.".startswith(f"{key}.") for key in OPEN_KEYS)
 
 
 def _check_overrides(parsed: Sequence[Override], directories: Sequence[Path]) -> None:

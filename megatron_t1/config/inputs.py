@@ -11,12 +11,14 @@ from megatron_t1.config.schema import MISSING, Config
 ADVICE = {
     "model.path": "`t1 model init` makes a tiny one, `t1 train sft` trains it",
     "train.actor.reference": "empty: model.path",
+    "train.critic.start": "`t1 train critic` with train.critic.rollouts leaves one in RUN/critic",
     "env.tasks": "`t1 tasks generate` makes tasks",
     "eval.tasks": "`t1 tasks generate` makes tasks",
     "train.sft.demonstrations": "`t1 tasks demonstrate` makes demonstrations",
 }
 MODEL_FILES = ("config.json", "tokenizer.json")
-TASK_FILES = ("task.toml", "instruction.md")
+CHECKPOINT_MARKER = "checkpoint.json"
+TASK_FILES = ("task.toml", "instruction.md", "task.yaml")
 
 
 def missing_inputs(config: Config, options: Iterable[str]) -> list[str]:
@@ -24,23 +26,32 @@ def missing_inputs(config: Config, options: Iterable[str]) -> list[str]:
     flat = flatten(config)
     problems = []
     for option in options:
-        value = flat[option]
-        if not value or value == MISSING:
-            problems.append(f"{option} is not set")
-            continue
-        lacks = _lacks(option, Path(value)) if Path(value).is_dir() else "no such directory"
-        if lacks:
-            problems.append(f"{option}={value}: {lacks} ({ADVICE[option]})")
+        places = {option: flat[option]}
+        if option == "env.tasks":
+            places = {f"env.sources.{name}": path for name, path in config.env.sources.items()} or places
+            trials = [path for path in config.rollout.selection.trials if not Path(path).is_dir()]
+            problems += [f"rollout.selection.trials: {path}: no such directory" for path in trials]
+        for name, value in places.items():
+            if not value or value == MISSING:
+                problems.append(f"{name} is not set")
+            elif lacks := _lacks(option, Path(value)):
+                problems.append(f"{name}={value}: {lacks} ({ADVICE[option]})")
     return problems
 
 
 def _lacks(option: str, directory: Path) -> str:
     """What `directory` lacks to be what `option` names; "" when it looks complete."""
+    if option in ("env.tasks", "eval.tasks") and directory.is_file():
+        return ""  # a list, read when its tasks are
+    if not directory.is_dir():
+        return "no such directory"
     if option in ("model.path", "train.actor.reference"):
         absent = [name for name in MODEL_FILES if not (directory / name).is_file()]
         if not any(directory.glob("*.safetensors")):
             absent.append("*.safetensors")
         return f"no model, {', '.join(absent)} missing" if absent else ""
+    if option == "train.critic.start":
+        return "" if (directory / CHECKPOINT_MARKER).is_file() else f"no checkpoint, {CHECKPOINT_MARKER} missing"
     if option in ("env.tasks", "eval.tasks"):
         found = any((folder / name).is_file() for folder in directory.iterdir() for name in TASK_FILES)
         return "" if found else "no task in it, which is a folder with task.toml"

@@ -101,6 +101,20 @@ class ResourcesConfig:
     gpus_per_node: int = 0
     threads: int = 1  # OMP_NUM_THREADS of each process
     srun_args: list[str] = field(default_factory=list)
+    sbatch_args: list[str] = field(default_factory=list)  # of jobs for this kind, e.g. a partition (`t1 slurm submit`)
+    het_group: int = -1  # component of a heterogeneous job that phases of this kind run in; -1: the whole job
+
+
+@dataclass
+class SlurmConfig:
+    """Jobs of a run: what `t1 slurm submit` asks for, and what a job does when its time is over."""
+
+    sbatch_args: list[str] = field(default_factory=list)  # of every job, e.g. "--account=lab"
+    time: str = "48:00:00"
+    stop_lead_s: float = 300.0  # before the time limit the loop is told to stop: longer than a phase's stop_grace_s
+    requeue_within_s: float = 900.0  # a job that is stopped so close to its end queues itself again; ours
+    max_requeues: int = 50  # so many times; ours
+    max_failures: int = 3  # jobs of a chain in a row that may finish no step; ours
 
 
 @dataclass
@@ -111,6 +125,11 @@ class ClusterConfig:
     train: ResourcesConfig = field(default_factory=ResourcesConfig)
     stop_grace_s: float = 15.0  # between SIGTERM and SIGKILL of a phase
     phase_timeout_s: float = 86400.0
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def resources(self, kind: str) -> ResourcesConfig:
+        """Of a kind of phase: "rollout" or "train"."""
+        return self.rollout if kind == "rollout" else self.train
 
 
 @dataclass
@@ -120,27 +139,48 @@ class SandboxConfig:
     _target_: str = "megatron_t1.environment.sandbox.bubblewrap.BubblewrapSandbox"
     scratch_dir: str = ""  # below which private roots lie; empty: the system's temporary directory (TMPDIR, /tmp)
     host_uid: int = 64321  # uid and gid used when the driver is root
-    memory_mb: int = 512  # address space of each process, not of all together
-    disk_mb: int = 256  # all files together: a tmpfs, in memory, where the driver is root; else only watched: when the
-    # file system that holds scratch_dir is full, verdicts are untrusted
+    # What stands in for FROM. bubblewrap: a directory that `t1 tasks base` wrote; containers: an image's name. `images`
+    # maps patterns of image names ("ghcr.io/lab/ubuntu-*") to one, the first that fits; `base` serves all others
+    # (bubblewrap: empty means this host's /usr).
+    base: str = ""
+    images: dict[str, str] = field(default_factory=dict)
+    # Below which control groups are made: empty: the driver's own group; a delegated cgroup v2 directory; off: none.
+    cgroup: str = ""
+    cpus: float = 1.0  # processors' worth of time, where control groups can be written; 0: no limit
+    memory_mb: int = 512  # all processes together, where control groups can be written; else address space of each
+    disk_mb: int = 256  # all files together: a tmpfs, in memory, where the driver may mount one (as root, or in a user
+    # namespace); else only watched: when the file system that holds scratch_dir is full, verdicts are untrusted
     max_files: int = 50000  # files, directories and links together; as disk_mb
     file_size_mb: int = 64  # of one file
     max_processes: int = 128
     cpu_seconds: int = 600  # of each process
+    # Of container backends (docs/backends.md):
+    engine: str = ""  # podman | docker | a path to one; empty: the first that is installed
+    runtime: str = ""  # OCI runtime: runc | crun | runsc | ...; empty: the engine's own
+    options: dict[str, Any] = field(default_factory=dict)  # of a Harbor provider, or of a user's own class
+    build_network: str = ""  # of builds: none | host | a network's name; empty: the engine's own; sandboxes have none
 
 
 @dataclass
 class EnvConfig:
     """Tasks, episodes and what bounds them."""
 
-    tasks: str = MISSING  # directory of Harbor-format tasks to train on
+    tasks: str = MISSING  # to train on: a directory of tasks, or a list of them (docs/tasks.md)
+    # Several task sets in one run, name -> directory or list, in place of `tasks`; `weights` gives each one's share of
+    # an iteration's tasks (1 where it names none), however many tasks it has.
+    sources: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     max_turns: int = 8  # assistant turns; 300 and more for the real thing
     min_turns: int = 0  # before this turn neither a submission nor lost format ends the episode: for tests of length
     command_timeout_s: float = 10.0
     output_limit: int = 200  # characters of a command's output shown to the model: head and tail are kept
-    agent_timeout_s: float = 120.0
-    verifier_timeout_s: float = 30.0
+    # Each part of an episode has a budget of its own, so that a slow agent leaves no less to the verifier.
+    start_timeout_s: float = 900.0  # to bring a sandbox to the task's initial state
+    agent_timeout_s: float = 120.0  # turns and commands together; the task's own limit where it is shorter
+    verifier_timeout_s: float = 30.0  # the task's own limit where it is shorter
+    teardown_timeout_s: float = 60.0  # to leave nothing of a sandbox; also what a verifier may take beyond its limit
+    baselines: str = ""  # file with what passes when nothing is done, by check; empty: baseline.json in the task set
     timed_out_policy: str = "score"  # score | exclude: episodes that ended by agent timeout but were verified
 
 
@@ -163,9 +203,22 @@ class EngineConfig:
 
 
 @dataclass
+class SelectionConfig:
+    """Which tasks of env.tasks are worth playing, by stored trials. Decided when a run begins; all off by default."""
+
+    # Runs, directories of records, or Harbor's job folders, whose trials count; of a model like the one to be trained.
+    trials: list[str] = field(default_factory=list)
+    min_trials: int = 4  # trusted ones of a task, below which it is kept whatever they say; ours
+    max_pass_rate: float = 1.0  # share of a task's trials that solve it: larger is left out; 0.99: always solved
+    min_pass_rate: float = 0.0  # smaller is left out; with a dense reward prefer drop_untouched
+    drop_untouched: bool = False  # leave out tasks in which no trial ever passed a check beyond the baseline
+
+
+@dataclass
 class RolloutConfig:
     tasks_per_iteration: int = 128  # ours
     samples_per_task: int = 2  # ours
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     concurrency: int = 32  # episodes in flight in one rollout worker
     temperature: float = 1.0
     top_p: float = 1.0
@@ -224,6 +277,10 @@ class CriticConfig(OptimizerConfig):
     loss: str = "mse"  # mse | huber
     huber_delta: float = 1.0
     head_bias: str = "mean_return"  # zero | mean_return: start of the scalar head's bias at the first critic phase
+    # RUN/critic of a warm-up on stored rollouts, from which the first critic phase starts with a new optimizer; empty:
+    # from model.path.
+    start: str = ""
+    rollouts: list[str] = field(default_factory=list)  # of that warm-up (`t1 train critic`): runs, or their rollouts
 
 
 @dataclass
@@ -241,8 +298,9 @@ class ReplayConfig:
     """Rollout routing replay (R3)."""
 
     actor: bool = True
-    critic: bool = False
+    critic: bool = False  # explained variance is the same with and without (docs/routing-replay.md)
     reference: bool = True  # with train.actor.kl_coef > 0
+    load: bool = False  # how evenly the replayed experts load the model, as metrics of each update
     measure_gap: bool = True  # one more log-prob pass without replay, to report what replay changes
     # Mean |log p trainer - log p sampler| with replay above which the actor phase ends before its update: other weights
     # or other arithmetic. 0: off; -1: 1e-3 where trainer and engine compute in float32, else off; ours. Needs
@@ -275,6 +333,7 @@ class TrainConfig:
     loss_denominator: str = "step"  # step | rollout: loss tokens of the optimizer step, or their mean over its rollout
     logprob_chunk: int = 1024  # tokens projected to the vocabulary at a time
     head_dtype: str = "model"  # model | float32: of the vocabulary projection's multiplications
+    router_dtype: str = "float32"  # float32 | model: of the router's logits; vLLM computes them in the engine's type
     keep_checkpoints: int = 2  # of each role, besides the newest evaluated
 
     @property
@@ -290,6 +349,19 @@ class RewardConfig:
 
     _target_: str = "megatron_t1.environment.reward.DenseReward"
     scale: float = 0.25  # reward of one passed check; one number for the whole training; ours
+    cap: float = 0.0  # most checks of one task that are paid; 0: all; ours
+    penalty: float = 0.0  # GainReward: what a check costs that passed before and doesn't now, in gained checks; ours
+
+
+@dataclass
+class MonitorConfig:
+    """An alarm when a rollout differs from those before it: reported, never acted upon. All ours."""
+
+    history: int = 5  # earlier iterations whose median is compared with; an alarm needs at least 2
+    length: float = 1.5  # factor, up or down, of turns and tokens of a trajectory
+    checks: float = 1.25  # factor, up or down, of checks that a task has
+    reward_per_check: float = 1.25  # factor, up or down
+    errors: float = 0.05  # rise of the share of episodes whose verifier, sandbox or engine failed
 
 
 @dataclass
@@ -297,6 +369,7 @@ class EvalConfig:
     tasks: str = MISSING
     attempts: int = 2
     max_turns: int = 0  # 0: env.max_turns
+    solved_at: float = 0.95  # score from which a graded task counts as solved (reported beside all checks passed)
     temperature: float = 1.0
     limit: int = 0  # 0: all tasks
 
@@ -330,6 +403,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     extra: dict[str, Any] = field(default_factory=dict)  # for a user's own classes

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_t1.config.schema import Config
 
-SANDBOX_METHODS = ("start", "run", "run_verifier", "stop")
+SANDBOX_METHODS = ("start", "run", "put_files", "get_files", "changes", "guarantees", "run_verifier", "stop")
 
 
 def target_problems(config: Config) -> list[str]:
@@ -26,6 +26,8 @@ def target_problems(config: Config) -> list[str]:
             problems.append(f"{option}={target!r} is not package.module.Class")
         elif problem := _unresolvable(module, name) or unusable(_resolved(module, name)):
             problems.append(f"{option}={target}: {problem}")
+        elif option == "reward._target_":
+            problems += _unknown_reward_options(config, _resolved(module, name))
     return problems + _chat_format(config.model.chat_format)
 
 
@@ -61,12 +63,28 @@ def _chat_format(name: str) -> list[str]:
     return [f"model.chat_format={name}: {problem}; {known}"] if problem else []
 
 
+def reward_options(config: Config) -> dict[str, float]:
+    """What the configured reward is made with: the scale, and those other options that are set."""
+    others = {name: getattr(config.reward, name) for name in ("cap", "penalty")}
+    return {"scale": config.reward.scale, **{name: value for name, value in others.items() if value}}
+
+
+def _unknown_reward_options(config: Config, found: Any) -> list[str]:
+    return [
+        f"reward.{name}={value:g}: {config.reward._target_} has no such option"
+        for name, value in reward_options(config).items()
+        if not _accepts(found, **{"scale": 1.0, name: value})
+    ]
+
+
 def _unusable_reward(found: Any) -> str:
-    """A reward is made with `scale` and then called with a verdict."""
+    """A reward is made with `scale` and then called with a verdict and a baseline."""
     if not _accepts(found, scale=1.0):
         return "is no reward: it can't be made with scale=..., as megatron_t1.environment.reward.DenseReward is"
     if inspect.isclass(found) and not any("__call__" in vars(base) for base in found.__mro__):
         return "is no reward: what it makes can't be called with a verdict"
+    if inspect.isclass(found) and not _accepts(found.__call__, None, None, None):
+        return "is no reward: what it makes can't be called with a verdict and a baseline"
     return ""
 
 

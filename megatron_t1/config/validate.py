@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.actor.correction": ("none", "truncated", "band", "sequence"),
     "train.loss_denominator": ("step", "rollout"),
     "train.head_dtype": ("model", "float32"),
+    "train.router_dtype": ("float32", "model"),
     "train.critic.loss": ("mse", "huber"),
     "train.critic.head_bias": ("zero", "mean_return"),
     "train.gae.advantages": ("raw", "centred", "whitened"),
@@ -39,9 +40,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 POSITIVE = (
     "layout.processes layout.tensor layout.pipeline layout.virtual_pipeline layout.context layout.expert "
     "layout.expert_tensor env.max_turns env.command_timeout_s env.output_limit env.agent_timeout_s "
-    "env.verifier_timeout_s env.sandbox.memory_mb env.sandbox.file_size_mb env.sandbox.max_processes "
+    "env.verifier_timeout_s env.start_timeout_s env.teardown_timeout_s "
+    "env.sandbox.memory_mb env.sandbox.file_size_mb env.sandbox.max_processes "
     "env.sandbox.cpu_seconds env.sandbox.disk_mb env.sandbox.max_files "
-    "rollout.tasks_per_iteration rollout.samples_per_task rollout.concurrency "
+    "rollout.tasks_per_iteration rollout.samples_per_task rollout.selection.min_trials rollout.concurrency "
     "rollout.temperature rollout.max_tokens_per_turn rollout.max_context rollout.engine.max_num_seqs "
     "rollout.engine.tensor_parallel rollout.engine.start_timeout_s rollout.engine.request_timeout_s "
     "rollout.engine.block_size train.capacity train.logprob_chunk train.keep_checkpoints train.actor.epochs "
@@ -58,7 +60,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "loop.warmup_iterations loop.iterations loop.evaluate_every cluster.rollout.nodes cluster.train.nodes "
     "cluster.rollout.gpus_per_node cluster.train.gpus_per_node rollout.engine.kv_cache_bytes eval.limit eval.max_turns "
-    "env.min_turns eval.temperature "
+    "env.min_turns eval.temperature reward.cap reward.penalty "
     "train.actor.entropy_coef train.actor.kl_coef train.actor.clip_low train.actor.clip_high "
     "train.critic.value_clip train.gae.length_adaptive_alpha train.sft.aux_loss_coef train.sft.holdout generate.train "
     "train.critic.warmup_holdout "
@@ -70,6 +72,10 @@ FRACTIONS = (
     "train.gae.lambda_critic",
     "generate.demonstration_long_share",
     "rollout.max_untrusted_share",
+    "eval.solved_at",
+    "monitor.errors",
+    "rollout.selection.max_pass_rate",
+    "rollout.selection.min_pass_rate",
     *(f"train.{role}.min_lr_ratio" for role in ("actor", "critic", "sft")),
 )
 BUILDABLE = ("qwen3_moe",)  # families that the trainer has a model for
@@ -101,7 +107,7 @@ def validate(config: Config) -> list[str]:
     ]
     if problems:
         return problems  # the arithmetic below needs sane numbers
-    parts = (_layout, _cluster, _rollout, _engine, _training, _places, target_problems)
+    parts = (_layout, _cluster, _ranges, _rollout, _selection, _engine, _budgets, _training, _places, target_problems)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -223,11 +229,64 @@ def _rollout(config: Config) -> list[str]:
         )
     if not 0 <= rollout.engine.port <= 65535:
         problems.append(f"rollout.engine.port={rollout.engine.port} is not a port")
-    if config.generate.min_parts > config.generate.max_parts:
+    return problems
+
+
+def _selection(config: Config) -> list[str]:
+    env, selection = config.env, config.rollout.selection
+    problems = [f"env.weights.{name}: env.sources names no {name}" for name in env.weights if name not in env.sources]
+    problems += [
+        f"env.weights.{name}={weight} must be a positive number"
+        for name, weight in env.weights.items()
+        if not 0 < weight < math.inf
+    ]
+    filtering = selection.max_pass_rate < 1 or selection.min_pass_rate > 0 or selection.drop_untouched
+    if filtering != bool(selection.trials):
         problems.append(
-            f"generate.min_parts={config.generate.min_parts} exceeds generate.max_parts={config.generate.max_parts}"
+            "rollout.selection.trials and a filter (max_pass_rate below 1, min_pass_rate above 0, drop_untouched=true) "
+            "need each other"
         )
     return problems
+
+
+def _budgets(config: Config) -> list[str]:
+    """An episode's parts fit the phase that plays it, and scoring never waits for the phase's deadline."""
+    env, monitor = config.env, config.monitor
+    parts = ("start_timeout_s", "agent_timeout_s", "verifier_timeout_s", "teardown_timeout_s")
+    needed = sum(getattr(env, part) for part in parts)
+    problems = []
+    if needed > config.cluster.phase_timeout_s:  # verifiers#1245
+        problems.append(
+            f"cluster.phase_timeout_s={config.cluster.phase_timeout_s:g} is less than one episode may take: "
+            f"{needed:g} s ({' + '.join(f'env.{part}' for part in parts)})"
+        )
+    if monitor.history < 2:
+        problems.append(f"monitor.history={monitor.history} must be at least 2")
+    problems += [
+        f"monitor.{name}={getattr(monitor, name)} is a factor and must be larger than 1"
+        for name in ("length", "checks", "reward_per_check")
+        if not getattr(monitor, name) > 1
+    ]
+    return problems
+
+
+def _ranges(config: Config) -> list[str]:
+    """Of two options that bound the same thing from both sides, the lower bound is not above the upper one."""
+    flat = flatten(config)
+    pairs = [
+        ("env.min_turns", "env.max_turns"),
+        ("generate.min_parts", "generate.max_parts"),
+        ("train.sft.tokens_per_step", "train.sft.tokens"),
+        ("rollout.selection.min_pass_rate", "rollout.selection.max_pass_rate"),
+    ]
+    if config.eval.max_turns:
+        pairs.append(("env.min_turns", "eval.max_turns"))
+    if config.train.critic.warmup_holdout or config.train.critic.rollouts:  # otherwise a warm-up has a fixed length
+        pairs.append(("train.critic.warmup_min_epochs", "train.critic.warmup_epochs"))
+    for role in ("actor", "critic"):
+        if getattr(config.train, role).decay != "constant" and getattr(config.train, role).decay_steps:
+            pairs.append((f"train.{role}.warmup_steps", f"train.{role}.decay_steps"))
+    return [f"{low}={flat[low]} exceeds {high}={flat[high]}" for low, high in pairs if flat[low] > flat[high]]
 
 
 def _engine(config: Config) -> list[str]:
@@ -257,9 +316,13 @@ def _places(config: Config) -> list[str]:
         problems.append("run.dir is empty")
     elif os.path.abspath(config.run.dir) == "/":
         problems.append("run.dir=/ is the whole file system: name a directory of the run's own")
-    tasks, held_out = config.env.tasks, config.eval.tasks
-    if tasks not in ("", MISSING) and os.path.abspath(tasks) == os.path.abspath(held_out):
-        problems.append(f"env.tasks and eval.tasks are both {tasks}: an evaluation needs tasks that aren't trained on")
+    held_out = os.path.abspath(config.eval.tasks)
+    trained = {f"env.sources.{name}": path for name, path in config.env.sources.items()}
+    for option, tasks in (trained or {"env.tasks": config.env.tasks}).items():
+        if tasks not in ("", MISSING) and os.path.abspath(tasks) == held_out:
+            problems.append(
+                f"{option} and eval.tasks are both {tasks}: an evaluation needs tasks that aren't trained on"
+            )
     return problems
 
 
@@ -306,7 +369,10 @@ def _training(config: Config) -> list[str]:
         if options.minibatches > trajectories:
             problems.append(f"train.{role}.minibatches={options.minibatches} exceeds the {trajectories} trajectories")
     held_out = train.critic.warmup_holdout
-    if held_out and not 64 <= held_out < trajectories:
+    if held_out and train.critic.rollouts:
+        if held_out < 64:
+            problems.append(f"train.critic.warmup_holdout={held_out} must be 0 (a tenth) or at least 64")
+    elif held_out and not 64 <= held_out < trajectories:
         problems.append(
             f"train.critic.warmup_holdout={held_out} must be 0 or at least 64, and fewer than the {trajectories} "
             "trajectories of an iteration"

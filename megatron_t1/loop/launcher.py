@@ -25,6 +25,7 @@ from megatron_t1.processes import marked, send
 
 LAUNCH_MARK = "T1_LAUNCH"  # environment variable that every process of one launch inherits
 MAIN_LOG = "main.log"
+KINDS = ("rollout", "train")  # of phases: each has resources and an environment of its own (cluster.*)
 TAIL_LINES = 15
 LITTLE_SPACE = 2**20  # bytes; with less a phase can't write its own error
 QUIET = (
@@ -68,7 +69,7 @@ class Stopped(Exception):
 class Launcher(Protocol):
     def launch(self, command: PhaseCommand, log_dir: Path, *, echo: Callable[[str], None] | None = None) -> Exit: ...
 
-    def preflight(self) -> list[str]: ...
+    def preflight(self, kinds: Sequence[str] = ...) -> list[str]: ...
 
 
 class BaseLauncher:
@@ -99,12 +100,12 @@ class BaseLauncher:
         """What of a main log's line is worth a line on the terminal."""
         return line
 
-    def preflight(self) -> list[str]:
-        """Why phases can't be started here, one line each."""
+    def preflight(self, kinds: Sequence[str] = KINDS) -> list[str]:
+        """Why phases of these kinds can't be started here, one line each."""
         return []
 
     def resources(self, command: PhaseCommand) -> ResourcesConfig:
-        return self.config.cluster.rollout if command.kind == "rollout" else self.config.cluster.train
+        return self.config.cluster.resources(command.kind)
 
     def launch(self, command: PhaseCommand, log_dir: Path, *, echo: Callable[[str], None] | None = None) -> Exit:
         """Run the phase to its end. Nothing of it is alive afterwards.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand
+from megatron_t1.loop.launcher import KINDS, BaseLauncher, PhaseCommand
 
 RANK_0 = "[default0]:"  # torchrun's prefix of the lines it passes on
 
@@ -37,9 +38,10 @@ class LocalLauncher(BaseLauncher):
                     found.setdefault(int(path.parent.name), []).append(path)
         return found
 
-    def preflight(self) -> list[str]:
+    def preflight(self, kinds: Sequence[str] = KINDS) -> list[str]:
         problems = []
-        for kind, resources in (("rollout", self.config.cluster.rollout), ("train", self.config.cluster.train)):
+        for kind in kinds:
+            resources = self.config.cluster.resources(kind)
             if resources.python and shutil.which(resources.python) is None:
                 problems.append(f"cluster.{kind}.python={resources.python}: no such interpreter")
         return problems

@@ -135,6 +135,12 @@ class RunLock:
                 time.sleep(1.0)
 
 
+def lock_owner(run_dir: str | Path) -> dict[str, Any]:
+    """Who holds a run directory: `this_process()` of its loop, as far as it isn't known to be over; else {}."""
+    owner = _read_owner(Path(run_dir) / LOCK_FILE)
+    return {} if owner_alive(owner) is False or slurm_job_ended(owner) else owner
+
+
 def _read_owner(path: Path) -> dict[str, Any]:
     """What a lock file says about its owner; empty when it can't be read or doesn't name a process and a host."""
     try:

@@ -21,14 +21,16 @@ from megatron_t1 import atomic
 from megatron_t1.config.compose import save
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
-from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand, Stopped, make_launcher, require_success
+from megatron_t1.loop.launcher import KINDS, BaseLauncher, PhaseCommand, Stopped, make_launcher, require_success
 from megatron_t1.loop.lock import RunLock
-from megatron_t1.loop.manifest import FinishedStep, Manifest, config_digest, open_manifest
+from megatron_t1.loop.manifest import config_digest, open_manifest
 from megatron_t1.loop.steps import Key, Step, all_steps, next_step, predecessors, readers
 from megatron_t1.loop.storage import require_space, retire
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs, summarised
 from megatron_t1.report.metrics import MetricsWriter
+from megatron_t1.report.monitor import alarms
 
 LAUNCH_FILE = "launch.json"
 
@@ -61,11 +63,11 @@ class Runner:
     def __post_init__(self) -> None:
         self.paths = RunPaths.of(self.config.run.dir)
 
-    def run(self) -> int:
-        """Run every step that is left; returns how many were."""
+    def run(self, kind: str = "") -> int:
+        """Run every step that is left, or until one of another kind is next; returns how many were."""
         count = 0
         total = sum(1 for _ in all_steps(self.config.loop))
-        while (step := next_step(self.config.loop, self.manifest.keys)) is not None:
+        while (step := next_step(self.config.loop, self.manifest.keys)) is not None and kind in ("", step.kind):
             finished = sum(1 for other in all_steps(self.config.loop) if set(other.keys) <= self.manifest.keys)
             self.say(f"[{finished + 1}/{total}] {step}")
             self.execute(step)
@@ -194,6 +196,10 @@ class Runner:
     def _record(self, result: PhaseResult, launch: str, seconds: float, attempts: int) -> None:
         directory = self.paths.phase(result.iteration, result.phase)
         self.metrics.append(result, seconds=seconds)
+        if result.phase == "rollout":
+            for alarm in alarms(self.metrics.lines, self.config.monitor):
+                if alarm.iteration == result.iteration:
+                    self.say(f"    alarm, {alarm}")
         self.manifest.finished.append(
             FinishedStep.of(
                 result,
@@ -229,6 +235,7 @@ def opened(
     *,
     say: Callable[[str], None] = print,
     command: Callable[..., PhaseCommand] = step_command,
+    kinds: Sequence[str] = KINDS,
 ) -> Iterator[Runner]:
     """Lock the run directory, open or make its manifest and config.yaml, and stop cleanly on SIGTERM and SIGINT.
 
@@ -247,7 +254,7 @@ def opened(
     with stop_signals() as received, RunLock(paths.root):
         manifest = open_manifest(config)
         launcher = make_launcher(config, lambda: received[0] if received else 0)
-        problems = launcher.preflight()
+        problems = launcher.preflight(kinds)
         if problems:
             raise T1Error(
                 "phases can't be started here:\n" + "\n".join(f"  - {problem}" for problem in problems),

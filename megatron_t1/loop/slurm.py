@@ -7,14 +7,14 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import train_nodes
 from megatron_t1.errors import T1Error
-from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand
+from megatron_t1.loop.launcher import KINDS, BaseLauncher, PhaseCommand
 from megatron_t1.loop.worker import WORKER, WORKERS
 
 PORTS = range(20000, 32000)  # below the range from which Linux takes ports for outgoing connections
@@ -32,11 +32,11 @@ class Allocation:
     node_list: str
 
     @classmethod
-    def current(cls) -> Allocation:
-        """From Slurm's environment of this job.
+    def current(cls, het_group: int = -1) -> Allocation:
+        """From Slurm's environment of this job, or of one component of a heterogeneous job.
 
         Raises:
-            T1Error: this process isn't in an allocation.
+            T1Error: this process isn't in an allocation, or that has no such component.
         """
         job = os.environ.get("SLURM_JOB_ID")
         if not job:
@@ -44,12 +44,23 @@ class Allocation:
                 "cluster.launcher=slurm, but this is not a Slurm allocation (SLURM_JOB_ID is not set)",
                 remedy="submit it (`sbatch slurm/ppo_122b.sh key=value ...`), use `salloc`, or cluster=local",
             )
+        components = int(os.environ.get("SLURM_HET_SIZE") or 0)
+        if het_group >= components:
+            raise T1Error(
+                f"cluster.*.het_group={het_group}, but this job has {components} components",
+                remedy="`t1 slurm submit --het` hands in a job that has them",
+            )
+        suffix = f"_HET_GROUP_{het_group}" if het_group >= 0 else ""
+
+        def said(*names: str) -> str:
+            return next(filter(None, (os.environ.get(name + suffix) for name in names)), "")
+
         return cls(
             job_id=int(job),
-            nodes=int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1),
-            cpus_per_node=min(_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))),
-            gpus_per_node=_gpus(os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or ""),
-            node_list=os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST") or "",
+            nodes=int(said("SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1),
+            cpus_per_node=min(_counts(said("SLURM_JOB_CPUS_PER_NODE") or "1")),
+            gpus_per_node=_gpus(said("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")),
+            node_list=said("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
         )
 
 
@@ -61,37 +72,36 @@ class Need:
     gpus_per_node: int
 
 
-def needs(config: Config, allocation: Allocation) -> list[Need]:
-    """What each kind of phase asks of the allocation: one GPU for each training process and each part of an engine."""
-    rollout, train = config.cluster.rollout, config.cluster.train
+def need(config: Config, kind: str, allocation: Allocation) -> Need:
+    """What a kind of phase asks of the allocation: a GPU for each training process and for each part of an engine."""
+    resources = config.cluster.resources(kind)
+    if kind == "rollout":
+        parts = resources.processes_per_node * config.rollout.engine.tensor_parallel if allocation.gpus_per_node else 0
+        nodes, processes = resources.nodes or allocation.nodes, resources.processes_per_node
+        return Need("rollout", nodes, processes, resources.gpus_per_node or parts)
     on_gpus = config.cluster.backend == "cuda" or (config.cluster.backend == "auto" and allocation.gpus_per_node > 0)
-    parts = rollout.processes_per_node * config.rollout.engine.tensor_parallel if allocation.gpus_per_node else 0
-    processes = min(train.processes_per_node, config.layout.processes)
-    return [
-        Need("rollout", rollout.nodes or allocation.nodes, rollout.processes_per_node, rollout.gpus_per_node or parts),
-        Need("training", train_nodes(config), processes, train.gpus_per_node or (processes if on_gpus else 0)),
-    ]
+    processes = min(resources.processes_per_node, config.layout.processes)
+    return Need("training", train_nodes(config), processes, resources.gpus_per_node or (processes if on_gpus else 0))
 
 
-def compare(config: Config, allocation: Allocation) -> list[str]:
-    """Where the allocation is too small for the layout, one line each; empty when everything fits."""
+def compare(need: Need, allocation: Allocation) -> list[str]:
+    """Where the allocation is too small for a kind of phase, one line each; empty when it fits."""
     problems = []
-    for need in needs(config, allocation):
-        if need.nodes > allocation.nodes:
-            problems.append(
-                f"{need.phase} needs {need.nodes} nodes ({need.tasks_per_node} processes each), the allocation has "
-                f"{allocation.nodes}: submit with -N{need.nodes}, or choose a smaller layout"
-            )
-        if need.tasks_per_node > allocation.cpus_per_node:
-            problems.append(
-                f"{need.phase} starts {need.tasks_per_node} processes per node, the allocation has "
-                f"{allocation.cpus_per_node} CPUs per node: submit with --cpus-per-task or --exclusive"
-            )
-        if need.gpus_per_node > allocation.gpus_per_node:
-            problems.append(
-                f"{need.phase} needs {need.gpus_per_node} GPUs per node, the allocation has "
-                f"{allocation.gpus_per_node}: submit with --gpus-per-node={need.gpus_per_node}"
-            )
+    if need.nodes > allocation.nodes:
+        problems.append(
+            f"{need.phase} needs {need.nodes} nodes ({need.tasks_per_node} processes each), the allocation has "
+            f"{allocation.nodes}: submit with -N{need.nodes}, or choose a smaller layout"
+        )
+    if need.tasks_per_node > allocation.cpus_per_node:
+        problems.append(
+            f"{need.phase} starts {need.tasks_per_node} processes per node, the allocation has "
+            f"{allocation.cpus_per_node} CPUs per node: submit with --cpus-per-task or --exclusive"
+        )
+    if need.gpus_per_node > allocation.gpus_per_node:
+        problems.append(
+            f"{need.phase} needs {need.gpus_per_node} GPUs per node, the allocation has "
+            f"{allocation.gpus_per_node}: submit with --gpus-per-node={need.gpus_per_node}"
+        )
     return problems
 
 
@@ -103,11 +113,11 @@ class SlurmLauncher(BaseLauncher):
         self._launches = 0
 
     def wrapped(self, command: PhaseCommand, log_dir: Path) -> list[str]:
-        allocation = Allocation.current()
         resources = self.resources(command)
-        need = needs(self.config, allocation)[0 if command.kind == "rollout" else 1]
-        tasks = command.processes if command.distributed else need.nodes * need.tasks_per_node
-        nodes = min(need.nodes, tasks)
+        allocation = Allocation.current(resources.het_group)
+        wanted = need(self.config, command.kind, allocation)
+        tasks = command.processes if command.distributed else wanted.nodes * wanted.tasks_per_node
+        nodes = min(wanted.nodes, tasks)
         per_node = -(-tasks // nodes)
         # From the allocation's first node on, ranks in the order of nodes: there rank 0 listens.
         line = [
@@ -116,6 +126,8 @@ class SlurmLauncher(BaseLauncher):
             "--kill-on-bad-exit=1", "--export=ALL", "--unbuffered", f"--job-name={command.name}",
             f"--output={log_dir}/rank_%t.log",
         ]  # fmt: skip
+        if resources.het_group >= 0:
+            line.append(f"--het-group={resources.het_group}")
         if resources.gpus_per_node:
             line.append(f"--gpus-per-node={resources.gpus_per_node}")
         if resources.container:
@@ -143,12 +155,15 @@ class SlurmLauncher(BaseLauncher):
     def rank_logs(self, log_dir: Path) -> dict[int, list[Path]]:
         return {int(path.stem.removeprefix("rank_")): [path] for path in sorted(log_dir.glob("rank_*.log"))}
 
-    def preflight(self) -> list[str]:
+    def preflight(self, kinds: Sequence[str] = KINDS) -> list[str]:
         missing = [name for name in ("srun", "scontrol") if shutil.which(name) is None]
         if missing:
             return [f"cluster.launcher=slurm needs {' and '.join(missing)} on PATH"]
-        problems = compare(self.config, Allocation.current())
-        for kind, resources in (("rollout", self.config.cluster.rollout), ("train", self.config.cluster.train)):
+        problems = []
+        for kind in kinds:
+            resources = self.config.cluster.resources(kind)
+            allocation = Allocation.current(resources.het_group)
+            problems += compare(need(self.config, kind, allocation), allocation)
             if resources.python and not resources.container and not resources.setup:
                 if shutil.which(resources.python) is None:
                     problems.append(f"cluster.{kind}.python={resources.python}: no such interpreter on this node")

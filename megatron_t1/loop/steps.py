@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatron_t1.config.schema import LoopConfig
+from megatron_t1.manifest import Key
 from megatron_t1.paths import Counters
 
-Key = tuple[int, str]  # (iteration, phase)
 ROLLOUT_PHASES = ("evaluation", "rollout")
 TRAIN_PHASES = ("critic", "actor", "export")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
-from megatron_t1.loop.manifest import Manifest
 from megatron_t1.loop.steps import Key, Step, predecessors
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths, number_of, numbered
 
 FLOOR_BYTES = 256 * 2**20  # logs and what can't be foreseen

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_t1.cli import COMMANDS, main
+from megatron_t1.cli import main
+from megatron_t1.command_table import COMMANDS
 from megatron_t1.commands.sweep import jobs
 from megatron_t1.errors import ConfigError
 

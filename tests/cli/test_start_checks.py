@@ -12,7 +12,8 @@ import yaml
 
 from megatron_t1.cli import main
 from megatron_t1.config.compose import absolute, compose, save
-from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.loop.manifest import new_manifest
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.model.initial import hf_config
 from megatron_t1.paths import RunPaths
 
@@ -43,7 +44,7 @@ def write_model(directory, overrides=("model=tiny",), **changes):
 def finished_run(directory, *overrides):
     """A run whose policy 1 is exported."""
     config = absolute(compose([*overrides, f"run.dir={directory}", "loop.warmup_iterations=0", "loop.iterations=1"]))
-    manifest = Manifest.new(config)
+    manifest = new_manifest(config)
     for phase in ("evaluation", "rollout", "critic", "actor", "export"):
         manifest.finished.append(FinishedStep(0, phase, "0" * 64, "launch", {}, 1.0, 1, 0, 0, 0.0))
     paths = RunPaths.of(directory)
@@ -236,3 +237,34 @@ def test_a_directory_that_may_not_be_written(place, words):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "ermission denied" in done.stderr and str(place / "shut") in done.stderr and "remedy:" in done.stderr
+
+
+def test_directories_that_hold_no_run_say_what_they_hold(capsys, place):
+    for phase, said in (("sft", "model.path={}/model"), ("warmup", "train.critic.start={}/critic")):
+        (place / phase / "phases" / "iter_0000" / phase).mkdir(parents=True)
+        text = refused(capsys, "train", "critic", f"run.dir={phase}", status=1)
+        assert "there is no run: a " in text and said.format(place / phase) in text
+        assert main(["show", phase]) == 0 and "isn't finished" in capsys.readouterr().out
+
+
+def test_rollouts_for_a_warmup_are_looked_at_before_it_starts(capsys, place):
+    options = ["model.path=models/tiny_start", "train.critic.rollouts=[nothing,tasks]"]
+    said = refused(capsys, "train", "critic", "run.dir=own", *options)
+    assert f"train.critic.rollouts: {place / 'nothing'}: no such file or directory" in said
+    said = refused(capsys, "train", "critic", "run.dir=own", options[0], "train.critic.rollouts=[tasks]",
+                   "train.critic.warmup_holdout=10")  # fmt: skip
+    assert (
+        "there are no records" in said and "train.critic.warmup_holdout=10 must be 0 (a tenth) or at least 64" in said
+    )
+    said = refused(capsys, "run", "run.dir=own", *options)
+    assert "train.critic.rollouts is read by `t1 train critic` alone" in said
+    assert not (place / "own").exists()
+
+
+def test_a_critic_to_start_from_must_be_one_until_the_first_critic_is_there(capsys, place):
+    start = "train.critic.start=models/tiny_start"
+    said = refused(capsys, "run", "run.dir=own", "model.path=models/tiny_start", start)
+    assert f"train.critic.start={place / 'models/tiny_start'}: no checkpoint, checkpoint.json missing" in said
+    finished_run(place / "run", start)
+    said = refused(capsys, "train", "critic", "run.dir=run", status=1)
+    assert "every critic phase of this run is finished" in said

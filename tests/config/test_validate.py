@@ -1,3 +1,6 @@
+import copy
+from functools import cache
+
 import pytest
 
 from megatron_t1.config.compose import compose, group_names
@@ -11,8 +14,13 @@ LAYOUTS_122B = [
 ]
 
 
+@cache
+def defaults():
+    return compose()
+
+
 def with_values(**values):
-    config = compose()
+    config = copy.deepcopy(defaults())
     for key, value in values.items():
         owner = config
         *parents, name = key.split("__")
@@ -46,6 +54,17 @@ CLASHES = [
     ({"rollout__engine__port": 70000}, ["rollout.engine.port=70000"]),
     ({"train__actor__correction": "truncated"}, ["old_logprobs=recomputed"]),
     ({"train__actor__dual_clip": 0.5}, ["dual_clip=0.5"]),
+    ({"env__min_turns": 9}, ["env.min_turns=9 exceeds env.max_turns=8"]),
+    ({"env__min_turns": 5, "eval__max_turns": 4}, ["env.min_turns=5 exceeds eval.max_turns=4"]),
+    ({"train__sft__tokens": 1000}, ["train.sft.tokens_per_step=1024 exceeds train.sft.tokens=1000"]),
+    (
+        {"train__critic__warmup_holdout": 64, "train__critic__warmup_epochs": 1},
+        ["train.critic.warmup_min_epochs=2 exceeds train.critic.warmup_epochs=1"],
+    ),
+    (
+        {"train__actor__decay": "linear", "train__actor__decay_steps": 5, "train__actor__warmup_steps": 6},
+        ["train.actor.warmup_steps=6 exceeds train.actor.decay_steps=5"],
+    ),
     ({"train__actor__reference": "some/model"}, ["train.actor.reference", "kl_coef > 0"]),
     (
         {"train__actor__kl_coef": 0.1, "rollout__routes": False},
@@ -56,6 +75,7 @@ CLASHES = [
     ({"train__critic__warmup_holdout": 32}, ["train.critic.warmup_holdout=32 must be 0 or at least 64"]),
     ({"train__critic__warmup_holdout": 100_000}, ["fewer than the 256 trajectories"]),
     ({"train__head_dtype": "bfloat16"}, ["train.head_dtype='bfloat16'"]),
+    ({"train__router_dtype": "fp32"}, ["train.router_dtype='fp32'"]),
     ({"train__actor__minibatches": 10_000}, ["minibatches=10000"]),
     ({"train__actor__lr": 0.0}, ["train.actor.lr"]),
     ({"train__actor__lr": float("nan")}, ["train.actor.lr is not a finite number"]),

@@ -5,7 +5,8 @@ import pytest
 
 from megatron_t1.config.compose import flatten
 from megatron_t1.errors import IncompleteError, MismatchError
-from megatron_t1.loop.manifest import FinishedStep, Manifest, config_digest, is_free, open_manifest
+from megatron_t1.loop.manifest import config_digest, is_free, new_manifest, open_manifest
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 
 
@@ -14,7 +15,7 @@ def finished(iteration=0, phase="rollout"):
 
 
 def written(config):
-    manifest = Manifest.new(config)
+    manifest = new_manifest(config)
     manifest.finished.append(finished())
     path = RunPaths.of(config.run.dir).manifest
     manifest.write(path)
@@ -108,6 +109,6 @@ def test_checkpoints_without_a_manifest_are_not_started_over(config):  # rllm#89
 
 
 def test_versions_and_revision_are_recorded(config):
-    manifest = Manifest.new(config)
+    manifest = new_manifest(config)
     assert "numpy" in manifest.environments[0]["packages"]
     assert manifest.seed == config.run.seed

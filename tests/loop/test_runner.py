@@ -14,10 +14,11 @@ from megatron_t1 import atomic
 from megatron_t1.config.compose import load_run_config, save
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.loop.lock import RunLock
-from megatron_t1.loop.manifest import Manifest
 from megatron_t1.loop.runner import opened
 from megatron_t1.loop.steps import Step, all_steps
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult
 from megatron_t1.report.metrics import read_metrics
 
 
@@ -236,3 +237,13 @@ def test_killed_at_random_moments_the_run_ends_as_undisturbed(config):  # slime#
     assert Manifest.read(RunPaths.of(config.run.dir).manifest).keys == set(expected(config))
     keys = [(line["iteration"], line["phase"]) for line in read_metrics(config.run.dir)]
     assert keys == expected(config)
+
+
+def test_a_jump_between_iterations_is_said_at_the_end_of_the_rollout(config):  # strands-env#183
+    said = []
+    with opened(config, say=said.append, command=dummy_command) as runner:
+        for iteration, errors in enumerate((0.0, 0.01, 0.3)):
+            result = PhaseResult("rollout", iteration, {"rollout/verifier_errors": errors})
+            result.write(runner.paths.phase(iteration, "rollout"))
+            runner._record(result, "launch", 1.0, 1)
+    assert said == ["    alarm, iteration 2: episodes whose verifier failed: 0.3, 0.005 before"]

@@ -5,7 +5,8 @@ import pytest
 
 from megatron_t1.errors import MismatchError
 from megatron_t1.loop import start_model
-from megatron_t1.loop.manifest import FinishedStep, Manifest, open_manifest
+from megatron_t1.loop.manifest import open_manifest
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 
 

@@ -1,13 +1,14 @@
 import pytest
 
-from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.loop.manifest import new_manifest
 from megatron_t1.loop.storage import retire
+from megatron_t1.manifest import FinishedStep
 from megatron_t1.paths import RunPaths
 
 
 def manifest_after(config, policies, evaluated=()):
     """One warm-up iteration, then `policies` complete iterations."""
-    manifest = Manifest.new(config)
+    manifest = new_manifest(config)
     keys = [(0, "rollout"), (0, "critic")]
     for policy in range(policies):
         keys += [(policy + 1, phase) for phase in ("rollout", "critic", "actor", "export")]

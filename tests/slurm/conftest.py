@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,3 +20,20 @@ def cluster():
             yield virtual
         finally:
             virtual.stop()
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> Path:
+    """tasks/ and model/, by the commands a user makes them with."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("megatron.core")
+    folder = tmp_path_factory.mktemp("inputs")
+    t1 = Path(sys.executable).parent / "t1"
+    for command in (
+        ("tasks", "generate", "generate.train=12", "generate.held_out=6", "generate.workers=4"),
+        ("model", "init", "model=tiny"),
+    ):
+        options = ("generate.pool=small", f"generate.out={folder / 'tasks'}", f"model.path={folder / 'model'}")
+        done = subprocess.run([t1, *command, *options], capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder

@@ -1,38 +1,19 @@
 """The real loop over two virtual nodes through slurm/ppo_122b.sh: vLLM on each, Megatron-Core across both."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from jobs import SCRIPT, TINY, processes_of, user_environment
 
-from megatron_t1.loop.manifest import Manifest
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.trajectory.store import RolloutStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LIMIT_S = 500  # of one job, on a busy machine
 SHOW_NODE = '["echo process $SLURM_PROCID of $SLURM_NTASKS runs on $SLURMD_NODENAME"]'
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    """tasks/ and model/, by the commands a user makes them with."""
-    pytest.importorskip("vllm")
-    pytest.importorskip("megatron.core")
-    folder = tmp_path_factory.mktemp("inputs")
-    t1 = Path(sys.executable).parent / "t1"
-    for command in (
-        ("tasks", "generate", "generate.train=12", "generate.held_out=6", "generate.workers=4"),
-        ("model", "init", "model=tiny"),
-    ):
-        options = ("generate.pool=small", f"generate.out={folder / 'tasks'}", f"model.path={folder / 'model'}")
-        done = subprocess.run([t1, *command, *options], capture_output=True, text=True, cwd=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 @pytest.fixture

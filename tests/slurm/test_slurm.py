@@ -9,11 +9,20 @@ from jobs import driven_run, environment
 
 from megatron_t1.config.compose import compose
 from megatron_t1.errors import T1Error
-from megatron_t1.loop.launcher import PhaseCommand
+from megatron_t1.loop.launcher import KINDS, PhaseCommand
 from megatron_t1.loop.lock import LOCK_FILE, RunLock, this_process
-from megatron_t1.loop.manifest import Manifest
-from megatron_t1.loop.slurm import PORTS, Allocation, SlurmLauncher, compare, cpus_per_task, first_node, meeting_port
+from megatron_t1.loop.slurm import (
+    PORTS,
+    Allocation,
+    SlurmLauncher,
+    compare,
+    cpus_per_task,
+    first_node,
+    meeting_port,
+    need,
+)
 from megatron_t1.loop.steps import all_steps
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.processes import start_ticks
 
@@ -34,22 +43,26 @@ def test_allocation_from_the_environment(monkeypatch):
     assert Allocation.current() == Allocation(7, 3, 36, 8, "n[1-3]")
 
 
+def compared(config, allocation):
+    return [line for kind in KINDS for line in compare(need(config, kind, allocation), allocation)]
+
+
 def test_allocation_against_layout_names_what_is_missing():
     config = compose(["experiment=ppo_122b", "cluster.train.gpus_per_node=8"])
-    problems = compare(config, Allocation(1, 4, 4, 0, "n[1-4]"))
+    problems = compared(config, Allocation(1, 4, 4, 0, "n[1-4]"))
     assert any("training needs 8 nodes" in problem and "-N8" in problem for problem in problems)
     assert any("8 processes per node, the allocation has 4 CPUs" in problem for problem in problems)
     assert any("--gpus-per-node=8" in problem for problem in problems)
-    assert compare(config, Allocation(1, 8, 96, 8, "n[1-8]")) == []
+    assert compared(config, Allocation(1, 8, 96, 8, "n[1-8]")) == []
 
 
 def test_too_few_gpus_are_seen_without_being_told_how_many():
-    problems = compare(compose(["experiment=ppo_122b"]), Allocation(1, 8, 96, 4, "n[1-8]"))
+    problems = compared(compose(["experiment=ppo_122b"]), Allocation(1, 8, 96, 4, "n[1-8]"))
     assert len(problems) == 2
     assert problems[0].startswith("rollout needs 8 GPUs per node, the allocation has 4")  # one engine over 8 GPUs
     assert problems[1].startswith("training needs 8 GPUs per node, the allocation has 4")
     cpu = ["model=tiny", "layout=ep2", "cluster=slurm", "cluster.backend=cpu", "cluster.train.processes_per_node=2"]
-    assert compare(compose(cpu), Allocation(1, 1, 8, 1, "n1")) == []
+    assert compared(compose(cpu), Allocation(1, 1, 8, 1, "n1")) == []
 
 
 @pytest.mark.parametrize(

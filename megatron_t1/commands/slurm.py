@@ -1,0 +1,200 @@
+"""`t1 slurm submit`, `status` and `cancel`: a run's jobs; `link` is what the jobs of a chain run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+from megatron_t1.cli import Invocation, find_command, parse
+from megatron_t1.commands.arguments import Parser
+from megatron_t1.commands.configuration import command_config, model_problems, print_config
+from megatron_t1.commands.run import run_inputs, say, stoppable
+from megatron_t1.config.inputs import is_run, run_dir_problems
+from megatron_t1.config.schema import Config
+from megatron_t1.config.validate import check, unbuildable
+from megatron_t1.errors import ConfigError, IncompleteError
+from megatron_t1.loop import slurm_jobs
+from megatron_t1.loop.chain import Chain, cancel_chain, next_kind, run_link, submit_link, waiting_links
+from megatron_t1.loop.launcher import KINDS
+from megatron_t1.loop.lock import lock_owner
+from megatron_t1.loop.runner import LAUNCH_FILE, opened
+from megatron_t1.loop.steps import all_steps, next_step
+from megatron_t1.loop.submission import (
+    heterogeneous_job,
+    heterogeneous_overrides,
+    job_options,
+    one_job,
+    resource_options,
+    t1_command,
+    write_script,
+)
+from megatron_t1.manifest import Manifest
+from megatron_t1.paths import RunPaths
+from megatron_t1.phase import RESULT_FILE
+
+
+def submit(invocation: Invocation) -> int:
+    config = command_config(invocation)
+    if invocation.print_config:
+        return print_config(config, model=True)
+    _require_submittable(config, invocation)
+    name = Path(config.run.dir).name
+    if "--chain" in invocation.flags:
+        return _submit_chain(config, invocation)
+    words = ["run", *_config_dirs(invocation), *invocation.arguments]
+    options = one_job(config, name)
+    if "--het" in invocation.flags:
+        options, words = heterogeneous_job(config, name), [*words, *heterogeneous_overrides()]
+    if "--dry-run" in invocation.flags:
+        say(shlex.join(["sbatch", *options, f"{config.run.dir}/slurm/job.sh", *t1_command(*words)]))
+        return 0
+    job = slurm_jobs.submit(options, write_script(config.run.dir), t1_command(*words), directory=Path.cwd())
+    slurm_jobs.note(config.run.dir, job, event="submitted", kind="run", after=None)
+    _say_submitted(config, job)
+    return 0
+
+
+def _submit_chain(config: Config, invocation: Invocation) -> int:
+    kind = next_kind(config)
+    if kind is None:
+        say("nothing is left to do")
+        return 0
+    if "--dry-run" in invocation.flags:
+        for each in KINDS:
+            options = [*job_options(config, f"t1-{each}"), *resource_options(config, [each])]
+            command = t1_command("slurm", "link", config.run.dir, each)
+            say(shlex.join(["sbatch", *options, f"{config.run.dir}/slurm/job.sh", *command]))
+        return 0
+    waiting = waiting_links(config.run.dir)
+    if waiting:
+        raise ConfigError(
+            f"jobs of this run wait already: {', '.join(map(str, waiting))}",
+            where=config.run.dir,
+            remedy=f"`t1 slurm status {config.run.dir}` shows them, `t1 slurm cancel {config.run.dir}` ends them",
+        )
+    Chain([*_config_dirs(invocation), *invocation.arguments], str(Path.cwd())).write(config.run.dir)
+    slurm_jobs.note(config.run.dir, 0, event="chain")
+    _say_submitted(config, submit_link(config, kind, after=None))
+    return 0
+
+
+def _say_submitted(config: Config, job: int) -> None:
+    say(f"job {job}; `t1 slurm status {config.run.dir}` tells how it is, {config.run.dir}/slurm holds its log")
+
+
+def _config_dirs(invocation: Invocation) -> list[str]:
+    return [f"--config-dir={Path(directory).resolve()}" for directory in invocation.config_dirs]
+
+
+def _require_submittable(config: Config, invocation: Invocation) -> None:
+    """Everything that can be known before the job starts, where it starts.
+
+    Raises:
+        ConfigError: lists it.
+    """
+    problems = [*model_problems(config), *run_dir_problems(config), *unbuildable(config)]
+    if config.cluster.launcher != "slurm":
+        problems.append("`t1 slurm` starts phases as job steps: add cluster=slurm, or experiment=ppo_122b")
+    if {"--chain", "--het"} <= invocation.flags:
+        problems.append("--chain and --het are two ways to give rollout and training nodes of their own: choose one")
+    if config.cluster.slurm.stop_lead_s <= config.cluster.stop_grace_s:
+        problems.append(
+            f"cluster.slurm.stop_lead_s={config.cluster.slurm.stop_lead_s:g} must exceed "
+            f"cluster.stop_grace_s={config.cluster.stop_grace_s:g}, the time a phase has to end"
+        )
+    check(config, run_inputs(config), problems)
+
+
+def link(invocation: Invocation) -> int:
+    parser = Parser(prog="t1 slurm link", add_help=False)
+    parser.add_argument("run")
+    parser.add_argument("kind", choices=KINDS)
+    options = parser.parse_args(invocation.arguments)
+    chain = Chain.read(options.run)
+    config = command_config(_run_invocation(chain.overrides))
+    check(config, run_inputs(config), [*model_problems(config), *run_dir_problems(config)])
+
+    def work() -> int:
+        with opened(config, say=say, kinds=[options.kind]) as runner:
+            run_link(runner, options.kind, say)
+        return 0
+
+    return stoppable(work)
+
+
+def cancel(invocation: Invocation) -> int:
+    run = _run_argument(invocation, "cancel")
+    ended = cancel_chain(run)
+    say(f"ended: jobs {', '.join(map(str, ended))}" if ended else "no job of this run waits or works")
+    return 0
+
+
+def status(invocation: Invocation) -> int:
+    run = _run_argument(invocation, "status")
+    paths = RunPaths.of(run)
+    config = command_config(_run_invocation([f"run.dir={run}"])) if is_run(run) else None
+    for line in job_lines(run):
+        say(line)
+    owner = lock_owner(run)
+    if owner:
+        job = f", job {owner['slurm_job']}" if owner.get("slurm_job") else ""
+        say(f"loop: process {owner['pid']} on {owner['host']}{job}")
+    if config is None:
+        say("the run has not begun")
+        return 0
+    manifest = Manifest.read(paths.manifest)
+    total = sum(1 for _ in all_steps(config.loop))
+    step = next_step(config.loop, manifest.keys)
+    done = sum(1 for other in all_steps(config.loop) if set(other.keys) <= manifest.keys)
+    say(f"finished: {done} of {total} steps" + ("" if step else "; nothing is left to do"))
+    if step is not None:
+        say(f"{'now' if owner else 'next'}: {step}{_attempts(paths, step)}")
+    return 0
+
+
+def _attempts(paths: RunPaths, step) -> str:
+    """When the step was begun, how often, and where it said why it didn't end."""
+    directory = paths.phase(*step.keys[0])
+    try:
+        launch = json.loads((directory / LAUNCH_FILE).read_text())
+    except (OSError, ValueError):
+        return ""
+    if (directory / RESULT_FILE).exists():
+        return ""
+    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch["started_at"]))
+    return f"; attempt {launch['attempt']} began {begun}: {directory}/logs/attempt_{launch['attempt']}"
+
+
+def job_lines(run: str | Path) -> list[str]:
+    """One line for each job of the run that Slurm still knows, and what stands in the way of those that wait."""
+    kinds = {line["job"]: line.get("kind") or "run" for line in slurm_jobs.noted(run) if line["job"]}
+    lines = []
+    for number, kind in kinds.items():
+        job = slurm_jobs.find(number)
+        if job is None:
+            lines.append(f"job {number:<8} {kind:<8} over, and forgotten by Slurm")
+            continue
+        since = job.when("StartTime" if job.state in slurm_jobs.WORKING else "SubmitTime")
+        when = "" if since is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(since))
+        where = f" on {job.nodes}" if job.nodes else ""
+        again = f", queued again {job.restarts} times" if job.restarts else ""
+        why = f" ({job.reason})" if job.reason else ""
+        lines.append(f"job {number:<8} {kind:<8} {job.state}{why}{where}{when}{again}")
+        if job.reason == "DependencyNeverSatisfied":
+            lines.append(f"    it will never start: `scancel {number}`, then submit again")
+    return lines
+
+
+def _run_invocation(words: list[str]) -> Invocation:
+    return parse(*find_command(["run", *words]))
+
+
+def _run_argument(invocation: Invocation, name: str) -> Path:
+    parser = Parser(prog=f"t1 slurm {name}", add_help=False)
+    parser.add_argument("run", type=Path)
+    run = parser.parse_args(invocation.arguments).run
+    if not run.is_dir():
+        raise IncompleteError("no such run directory", where=str(run))
+    return run.resolve()

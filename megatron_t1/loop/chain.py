@@ -1,0 +1,165 @@
+"""A training as a chain of jobs: rollout and training on partitions of their own, each job the next one's dependency.
+
+A link is one job. It hands its successor in before it begins, held back until it has ended however it ends
+(`afterany`: with `afterok` a failed link would leave its successor waiting for ever), then runs the steps of its own
+kind until one of the other kind is next. A link that finds no step of its kind hands on at once, so a chain gets over
+failed, lost and timed-out links by itself; links that finish no step are counted, and a few in a row end it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_t1 import atomic
+from megatron_t1.config.schema import Config
+from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.loop import slurm_jobs
+from megatron_t1.loop.launcher import Stopped
+from megatron_t1.loop.runner import Runner
+from megatron_t1.loop.steps import next_step
+from megatron_t1.loop.submission import job_options, resource_options, t1_command, write_script
+from megatron_t1.manifest import Manifest
+
+CHAIN_FILE = "slurm/chain.json"
+HELD = ("--kill-on-invalid-dep=yes", "--no-requeue")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What every link of a chain needs to know; lies in the run directory.
+
+    Attributes:
+        overrides: of the `t1 run` that the chain stands for.
+        directory: where it was handed in; relative paths are relative to it.
+    """
+
+    overrides: list[str]
+    directory: str
+
+    def write(self, run_dir: str | Path) -> None:
+        path = Path(run_dir) / CHAIN_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> Chain:
+        """Raises IncompleteError where the run has no chain, or a damaged one."""
+        path = Path(run_dir) / CHAIN_FILE
+        try:
+            raw = json.loads(path.read_text())
+            chain = cls(raw["overrides"], raw["directory"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise IncompleteError(
+                f"there is no chain of jobs to go on with ({type(error).__name__})",
+                where=str(path),
+                remedy="`t1 slurm submit --chain ...` starts one",
+            ) from error
+        return chain
+
+
+def next_kind(config: Config) -> str | None:
+    """Kind of the step that is next; None: the training is done."""
+    path = Path(config.run.dir) / "manifest.json"
+    finished = Manifest.read(path).keys if path.is_file() else set()
+    step = next_step(config.loop, finished)
+    return None if step is None else step.kind
+
+
+def submit_link(config: Config, kind: str, *, after: int | None) -> int:
+    """Hand a link in, and note it."""
+    chain, name = Chain.read(config.run.dir), f"t1-{kind}"
+    options = [*job_options(config, name), *resource_options(config, [kind])]
+    if after is not None:
+        options += [f"--dependency=afterany:{after}", *HELD]
+    command = t1_command("slurm", "link", str(Path(config.run.dir).resolve()), kind)
+    job = slurm_jobs.submit(options, write_script(config.run.dir), command, directory=Path(chain.directory))
+    slurm_jobs.note(config.run.dir, job, event="submitted", kind=kind, after=after)
+    return job
+
+
+def waiting_links(run_dir: str | Path) -> list[int]:
+    """Links that were handed in and haven't begun, the last one first."""
+    jobs = {line["job"] for line in slurm_jobs.noted(run_dir) if line.get("event") == "submitted"}
+    found = [slurm_jobs.find(job) for job in sorted(jobs, reverse=True)]
+    return [job.id for job in found if job is not None and job.state in slurm_jobs.WAITING]
+
+
+def run_link(runner: Runner, kind: str, say: Callable[[str], None]) -> None:
+    """One job of the chain, in the run that `runner` holds.
+
+    Raises:
+        T1Error: a step failed (the successor tries again), or too many links in a row finished none.
+        Stopped: the job was told to stop; its successor goes on, unless the job was cancelled.
+    """
+    config, job = runner.config, slurm_jobs.own_job()
+    if job is None:
+        raise T1Error("a link of a chain runs in a Slurm job", remedy="`t1 slurm submit --chain ...` hands it in")
+    finished = len(runner.manifest.keys)
+    slurm_jobs.note(config.run.dir, job, event="began", kind=kind, finished=finished)
+    wanted = next_kind(config)
+    if wanted is None:
+        say("nothing is left to do: the chain ends")
+        return
+    _require_progress(config, kind, finished)
+    if wanted != kind:
+        successor = _successor(config, wanted, job)
+        say(f"the next step is of kind {wanted}: job {successor} takes it")
+        return
+    other = "train" if kind == "rollout" else "rollout"
+    successor = _successor(config, other, job)
+    say(f"job {successor} ({other}) follows when this one ends")
+    try:
+        runner.run(kind)
+    except Stopped:
+        shown = slurm_jobs.find(job)
+        if shown is None or shown.state not in slurm_jobs.WORKING:  # cancelled by its owner, who wants it to end
+            slurm_jobs.cancel(successor)
+            say(f"this job was cancelled, so job {successor} was as well; the run can be submitted again")
+        raise
+    if next_kind(config) is None:
+        slurm_jobs.cancel(successor)
+        say(f"the training is done; job {successor} was taken back")
+    elif slurm_jobs.find(successor) is None:  # lost with a controller that died just after it was handed in
+        say(f"Slurm has lost job {successor}: job {submit_link(config, other, after=job)} follows in its place")
+
+
+def _successor(config: Config, kind: str, job: int) -> int:
+    """The link that waits for this one: handed in before this job was queued again, or handed in now."""
+    for line in reversed(slurm_jobs.noted(config.run.dir)):
+        if line.get("event") == "submitted" and line.get("after") == job and line.get("kind") == kind:
+            shown = slurm_jobs.find(line["job"])
+            if shown is not None and shown.state in slurm_jobs.WAITING:
+                return shown.id
+    return submit_link(config, kind, after=job)
+
+
+def _require_progress(config: Config, kind: str, finished: int) -> None:
+    """Refuse when links of this kind that began at the same point, since the chain was handed in, all left it there."""
+    lines = slurm_jobs.noted(config.run.dir)
+    tries = 0
+    for line in reversed(lines):
+        if line.get("event") == "chain" or line.get("finished", finished) != finished:
+            break
+        tries += line.get("event") == "began" and line.get("kind") == kind
+    limit = config.cluster.slurm.max_failures
+    if tries > limit and next_kind(config) == kind:
+        raise T1Error(
+            f"{limit} jobs in a row finished no step: the chain ends here",
+            where=str(Path(config.run.dir) / "slurm"),
+            remedy="their logs say why; `t1 slurm submit --chain` goes on when it is mended",
+        )
+
+
+def cancel_chain(run_dir: str | Path) -> list[int]:
+    """End all jobs of a run that wait or work, the last one first; returns their numbers."""
+    jobs: Sequence[int] = sorted({line["job"] for line in slurm_jobs.noted(run_dir)}, reverse=True)
+    ended = []
+    for number in jobs:
+        shown = slurm_jobs.find(number)
+        if shown is not None and shown.alive:
+            slurm_jobs.cancel(number)
+            ended.append(number)
+    return ended

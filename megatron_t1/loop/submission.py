@@ -1,0 +1,91 @@
+"""From a run's configuration to the line that hands its job in: what `t1 slurm submit` asks of Slurm.
+
+Three shapes: one allocation in which rollout and training alternate; a heterogeneous job, with nodes of its own kind
+for each of the two; a chain of jobs (loop/chain.py), for partitions that can't be in one job.
+"""
+
+from __future__ import annotations
+
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_t1.config.schema import Config
+from megatron_t1.config.validate import train_nodes
+from megatron_t1.loop.launcher import KINDS
+
+HET_GROUPS = {kind: group for group, kind in enumerate(KINDS)}
+SCRIPT = 'set -euo pipefail\nexec "$@"\n'  # exec: Slurm's signal before the time limit reaches t1 itself
+
+
+def sizes(config: Config) -> dict[str, dict[str, int]]:
+    """Nodes, processes and GPUs per node of each kind of phase; rollout has training's nodes where it names none."""
+    rollout, train = config.cluster.rollout, config.cluster.train
+    on_gpus = config.cluster.backend != "cpu"
+    processes = min(train.processes_per_node, config.layout.processes)
+    parts = rollout.processes_per_node * config.rollout.engine.tensor_parallel
+    return {
+        "rollout": {
+            "nodes": rollout.nodes or train_nodes(config),
+            "processes": rollout.processes_per_node,
+            "gpus": rollout.gpus_per_node or (parts if on_gpus else 0),
+        },
+        "train": {
+            "nodes": train_nodes(config),
+            "processes": processes,
+            "gpus": train.gpus_per_node or (processes if on_gpus else 0),
+        },
+    }
+
+
+def resource_options(config: Config, kinds: Sequence[str] = KINDS) -> list[str]:
+    """sbatch's options for an allocation in which phases of these kinds run, the cluster's own ones last: they win."""
+    wanted = [sizes(config)[kind] for kind in kinds]
+    gpus = max(size["gpus"] for size in wanted)
+    options = [f"--nodes={max(size['nodes'] for size in wanted)}", "--exclusive"]
+    options += [f"--gpus-per-node={gpus}"] if gpus else []
+    options += config.cluster.slurm.sbatch_args
+    for kind in kinds:
+        options += config.cluster.resources(kind).sbatch_args
+    return options
+
+
+def job_options(config: Config, name: str) -> list[str]:
+    """sbatch's options that don't depend on what runs in the job."""
+    slurm = config.cluster.slurm
+    lead = int(slurm.stop_lead_s)
+    return [
+        f"--job-name={name}", f"--time={slurm.time}", f"--signal=B:TERM@{lead}", "--open-mode=append", "--requeue",
+        f"--output={Path(config.run.dir).resolve()}/slurm/%x-%j.log",
+    ]  # fmt: skip
+
+
+def one_job(config: Config, name: str) -> list[str]:
+    """Options of the one job in which everything runs."""
+    return [*job_options(config, name), *resource_options(config)]
+
+
+def heterogeneous_job(config: Config, name: str) -> list[str]:
+    """Options of a job with a component for each kind; the batch script runs on the first node of rollout's."""
+    options = job_options(config, name)
+    return [*options, *resource_options(config, ["rollout"]), ":", *resource_options(config, ["train"])]
+
+
+def heterogeneous_overrides() -> list[str]:
+    """What the loop must be told about it."""
+    return [f"cluster.{kind}.het_group={group}" for kind, group in HET_GROUPS.items()]
+
+
+def t1_command(*words: str) -> list[str]:
+    """This installation's `t1`, for the arguments of the batch script."""
+    return [sys.executable, "-m", "megatron_t1.cli", *words]
+
+
+def write_script(run_dir: str | Path) -> Path:
+    """The batch script; what it runs is given as its arguments, so no value becomes a part of a shell's text."""
+    path = Path(run_dir).resolve() / "slurm" / "job.sh"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/bash\n" + SCRIPT)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path

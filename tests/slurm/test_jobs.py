@@ -1,0 +1,208 @@
+"""`t1 slurm`, and jobs that queue themselves again: the real command line and Slurm, over phases of tests."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, SCRIPT, TINY, environment, user_environment
+
+from megatron_t1.config.compose import compose
+from megatron_t1.errors import T1Error
+from megatron_t1.loop import slurm_jobs
+from megatron_t1.loop.chain import Chain
+from megatron_t1.loop.steps import all_steps
+from megatron_t1.loop.submission import heterogeneous_job, one_job, resource_options
+from megatron_t1.manifest import Manifest
+from megatron_t1.paths import RunPaths
+
+SIZES = ("+experiment=ppo_122b", "cluster=slurm", *TINY, "loop.warmup_iterations=1", "loop.iterations=1")
+
+
+def options_of(*overrides: str) -> list[str]:
+    return one_job(compose(["experiment=ppo_122b", *overrides]), "name")
+
+
+def test_resources_follow_from_the_configuration():
+    assert {"--nodes=8", "--gpus-per-node=8", "--signal=B:TERM@300", "--requeue"} <= set(options_of())
+    assert "--nodes=16" in options_of("layout=gpus128")
+    assert not [option for option in options_of("cluster.backend=cpu") if "gpus" in option]
+    own = options_of('cluster.slurm.sbatch_args=["--account=lab","--nodes=9"]', "cluster.slurm.time=1:00:00")
+    assert own.index("--nodes=9") > own.index("--nodes=8") and "--time=1:00:00" in own  # sbatch takes the last
+
+
+def test_each_kind_has_options_of_its_own():
+    config = compose(
+        ["experiment=ppo_122b", "cluster.rollout.nodes=4", 'cluster.rollout.sbatch_args=["--partition=infer"]',
+         'cluster.train.sbatch_args=["--partition=train"]']
+    )  # fmt: skip
+    assert resource_options(config, ["rollout"]) == [
+        "--nodes=4", "--exclusive", "--gpus-per-node=8", "--partition=infer"
+    ]  # fmt: skip
+    line = heterogeneous_job(config, "name")
+    rollout, train = line[: line.index(":")], line[line.index(":") + 1 :]
+    assert "--partition=infer" in rollout and "--partition=infer" not in train
+    assert "--nodes=8" in train and "--partition=train" in train
+
+
+def test_the_list_of_jobs_survives_a_cut_line(tmp_path):
+    slurm_jobs.note(tmp_path, 7, event="submitted")
+    with open(tmp_path / slurm_jobs.JOBS_FILE, "a") as file:
+        file.write('{"job": 8, "ev\n[1]\n')
+    slurm_jobs.note(tmp_path, 9, event="began")
+    assert [line["job"] for line in slurm_jobs.noted(tmp_path)] == [7, 9]
+
+
+def test_a_run_without_a_chain_says_so(tmp_path):
+    with pytest.raises(T1Error, match="no chain"):
+        Chain.read(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/chain.json").write_text("[]")
+    with pytest.raises(T1Error, match="no chain"):
+        Chain.read(tmp_path)
+
+
+@pytest.fixture
+def t1(cluster, inputs, tmp_path):
+    """Runs `t1` on the virtual cluster; in jobs the tests' phases stand in for the real ones."""
+    extra = environment()["PYTHONPATH"]
+
+    def run(*words: str, status: int = 0, **more: str) -> str:
+        if words[:2] == ("slurm", "submit"):
+            words = (
+                "slurm", "submit", *SIZES, f"model.path={inputs / 'model'}", f"env.tasks={inputs / 'tasks/train'}",
+                f"eval.tasks={inputs / 'tasks/held_out'}", "run.dir=run", "cluster.backend=cpu",
+                "cluster.slurm.time=10", *words[2:],
+            )  # fmt: skip
+        path = os.pathsep.join([str(ROOT / "tests/slurm/driven"), extra])
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_t1.cli", *words], cwd=tmp_path, capture_output=True, text=True,
+            env={**cluster.env, **user_environment(), "PYTHONPATH": path, **more},
+        )  # fmt: skip
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def jobs_of(run: Path, kind: str = "") -> list[int]:
+    lines = [line for line in slurm_jobs.noted(run) if line["event"] == "submitted"]
+    return [line["job"] for line in lines if kind in ("", line["kind"])]
+
+
+def finished(run: Path) -> list[tuple[int, str]]:
+    path = RunPaths.of(run).manifest
+    return [step.key for step in Manifest.read(path).finished] if path.exists() else []
+
+
+def all_keys() -> list[tuple[int, str]]:
+    loop = compose([*SIZES, "run.dir=run"]).loop
+    return [key for step in all_steps(loop) for key in step.keys]
+
+
+def logs(run: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted((run / "slurm").glob("*.log")))
+
+
+@pytest.mark.slow
+def test_submitted_run_finishes_and_tells_how_it_is(cluster, t1, tmp_path):
+    run = tmp_path / "run"
+    assert "sbatch --job-name=run" in t1("slurm", "submit", "--dry-run") and not jobs_of(run)
+    t1("slurm", "submit")
+    (job,) = jobs_of(run)
+    assert cluster.finish(job) == "COMPLETED", logs(run)
+    assert finished(run) == all_keys()
+    said = t1("slurm", "status", str(run))
+    assert f"job {job}" in said and "COMPLETED" in said and "nothing is left to do" in said
+    assert "no job of this run" in t1("slurm", "cancel", str(run))
+
+
+@pytest.mark.slow
+def test_a_chain_alternates_between_jobs(cluster, t1, tmp_path):
+    run = tmp_path / "run"
+    t1("slurm", "submit", "--chain")
+    cluster.wait(lambda: finished(run) == all_keys(), 180, "the chain")
+    cluster.wait(lambda: "SUBMITTED" not in t1("slurm", "status", str(run)), 5, "status")
+    # rollout 0, critic 0, rollout 1, training 1, evaluation 2; the last one's successor was taken back
+    kinds = [line["kind"] for line in slurm_jobs.noted(run) if line["event"] == "began" and "kind" in line]
+    assert kinds == ["rollout", "train", "rollout", "train", "rollout"]
+    cluster.wait(lambda: not cluster.output("squeue", "-h", "-t", "PENDING,RUNNING").strip(), 30, "an empty queue")
+    assert cluster.state(jobs_of(run)[-1]) == "CANCELLED"
+    assert "nothing is left to do" in t1("slurm", "submit", "--chain")
+
+
+@pytest.mark.slow
+def test_a_chain_ends_when_nothing_gets_finished(cluster, t1, tmp_path):
+    run = tmp_path / "run"
+    t1("slurm", "submit", "--chain", "cluster.slurm.max_failures=2", BEHAVIOUR="fail")
+    began = lambda kind: [  # noqa: E731
+        line for line in slurm_jobs.noted(run) if line["event"] == "began" and line.get("kind") == kind
+    ]
+    cluster.wait(lambda: len(began("rollout")) == 3, 180, "three tries")
+    cluster.wait(lambda: not cluster.output("squeue", "-h").strip(), 60, "an empty queue")
+    assert "2 jobs in a row finished no step" in logs(run) and "the frobnicator is missing" in logs(run)
+    assert finished(run) == []
+    t1("slurm", "submit", "--chain")  # mended: it goes on
+    cluster.wait(lambda: finished(run) == all_keys(), 180, "the chain")
+
+
+@pytest.mark.slow
+def test_cancelling_a_chain_leaves_no_job(cluster, t1, tmp_path):
+    run, pids = tmp_path / "run", tmp_path / "pids"
+    t1("slurm", "submit", "--chain", BEHAVIOUR="tree", PID_FILE=str(pids))
+    cluster.wait(pids.exists, 60, "the first phase")
+    said = t1("slurm", "status", str(run))
+    assert "RUNNING" in said and "PENDING (Dependency)" in said and "now: iteration 0" in said
+    assert "wait already" in t1("slurm", "submit", "--chain", status=2)
+    t1("slurm", "cancel", str(run))
+    cluster.wait(lambda: not cluster.output("squeue", "-h").strip(), 60, "an empty queue")
+    assert len(jobs_of(run)) == 2
+
+
+@pytest.mark.slow
+def test_heterogeneous_job(cluster, t1, tmp_path):
+    run = tmp_path / "run"
+    where = 'cluster.train.setup=["echo rank $SLURM_PROCID runs on $SLURMD_NODENAME"]'
+    t1("slurm", "submit", "--het", "cluster.train.processes_per_node=2", "cluster.rollout.nodes=1", where)
+    (job,) = jobs_of(run)
+    assert cluster.finish(job) == "COMPLETED", logs(run)
+    assert finished(run) == all_keys()
+    log = RunPaths.of(run).phase(0, "critic") / "logs" / "attempt_1" / "rank_1.log"
+    assert "rank 1 runs on n2" in log.read_text()  # rollout's component has the first node
+
+
+@pytest.mark.slow
+def test_a_job_out_of_time_queues_itself_again(cluster, inputs, tmp_path):
+    """The real time limit and signal; Slurm rounds limits up to minutes, so the signal comes early instead."""
+    pids = tmp_path / "pids"
+    job = cluster.submit(
+        "-N2", "--gpus-per-node=0", "--time=2", "--signal=B:TERM@110", "-o", "log", str(SCRIPT), *SIZES[2:],
+        f"model.path={inputs / 'model'}", f"env.tasks={inputs / 'tasks/train'}",
+        f"eval.tasks={inputs / 'tasks/held_out'}", "run.dir=run", "cluster.backend=cpu",
+        "cluster.slurm.max_requeues=1", cwd=tmp_path,
+        env={**user_environment(), "BEHAVIOUR": "tree", "PID_FILE": str(pids),
+             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/slurm/driven"), environment()["PYTHONPATH"]])},
+    )  # fmt: skip
+    log = tmp_path / "log"
+    cluster.wait(lambda: log.exists() and "queued again (1 of 1" in log.read_text(), 120, "the time limit's signal")
+    cluster.wait(lambda: "not queued again: it was 1 times" in log.read_text(), 240, "the second time limit")
+    assert cluster.finish(job) == "FAILED" and cluster.exit_code(job) == "143:0"
+    events = [(line["event"], line.get("restarts")) for line in slurm_jobs.noted(tmp_path / "run")]
+    assert events == [("began", None), ("requeued", 1), ("began", None)]
+
+
+@pytest.mark.slow
+def test_a_job_handed_in_waits_for_a_controller_that_starts_again(cluster, tmp_path, monkeypatch):
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.env[name])
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\ntrue\n")
+    cluster.output("scontrol", "shutdown", "slurmctld")
+    time.sleep(1.0)
+    restarted = subprocess.Popen(["bash", "-c", "sleep 4; exec slurmctld"], env=cluster.env)
+    job = slurm_jobs.submit(["-N1", "-o", os.devnull], script, [])
+    restarted.wait()
+    assert cluster.finish(job) == "COMPLETED"
+    assert slurm_jobs.find(999999) is None
