@@ -4,13 +4,15 @@ export VENV
 T1 := $(VENV)/bin/t1
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: help setup quickstart learn learn-table audit conformance stream gap invariance ppo-bench test test-fast test-matrix lint clean
+.PHONY: help setup quickstart learn learn-table ablate-critic train-speed audit conformance stream gap invariance ppo-bench test test-fast test-matrix lint clean
 
 help:
 	@echo "make setup       environment in $(VENV): torch (CPU), vLLM (CPU), Megatron-Core, this package"
 	@echo "make quickstart  tasks, SFT, critic warm-up and 3 PPO iterations on two CPU cores, with evaluation"
 	@echo "make learn       a longer training: SEED=0, reward=dense or reward=binary"
 	@echo "make learn-table what the finished runs of make learn came to"
+	@echo "make ablate-critic  warm-up or none, three lambdas, 3 seeds: over an hour; writes the table in docs/ppo.md"
+	@echo "make train-speed RUN=runs/quickstart  tokens/s of critic and actor, with and without replay, and where the time goes"
 	@echo "make audit       1,524 episodes by the real vLLM, 24 of them over 300 turns: does training see the same tokens?"
 	@echo "make conformance  every chat format through every case, over 300 turns; writes docs/chat-formats.md"
 	@echo "make stream      the token stream over 300 turns and 200k tokens, beside renderers' bridge and re-rendering"
@@ -36,10 +38,19 @@ learn: setup
 learn-table: setup
 	@$(VENV)/bin/python benchmarks/learning.py
 
+ablate-critic: setup
+	@$(VENV)/bin/python benchmarks/ablate_critic.py --write docs/ppo.md
+
+RUN ?= runs/quickstart
+train-speed: setup
+	@$(VENV)/bin/python benchmarks/training.py $(RUN)
+
 audit: setup
 	@scripts/audit.sh $(VENV)
 
+conformance: export TIKTOKEN_ENCODINGS_BASE ?= $(CURDIR)/models/harmony
 conformance: setup
+	@if command -v npm && command -v node; then scripts/harmony_vocabulary.sh "$$TIKTOKEN_ENCODINGS_BASE"; fi > /dev/null
 	@$(VENV)/bin/python benchmarks/conformance.py --write docs/chat-formats.md
 
 stream: setup

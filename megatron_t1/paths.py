@@ -1,7 +1,8 @@
 """The files of a run: pure functions of the run directory and the counters. No phase invents a path of its own.
 
     RUN/config.yaml                         what `t1 run` was started with, resolved
-    RUN/manifest.json                       what is finished (loop.manifest)
+    RUN/manifest.json                       what is finished (manifest.py)
+    RUN/tasks.json                          tasks that are played (environment.selection)
     RUN/rollouts/iter_0003/                 records of iteration 3 (trajectory.store)
     RUN/values/iter_0003/                   old values, advantages, returns (trajectory.sidecar)
     RUN/checkpoints/actor/iter_0002/        actor after 2 actor phases (torch_dist)
@@ -9,6 +10,7 @@
     RUN/hf/iter_0002/                       the actor's export for vLLM after 2 actor phases
     RUN/evaluations/iter_0002/              records of an evaluation of that export
     RUN/phases/iter_0003/actor/             result.json and logs of a phase
+    RUN/model/, RUN/critic/                 what is left outside a training: by a fine-tuning, by a critic's warm-up
 
 With W warm-up iterations, loop iteration i samples with policy max(0, i - W); policy 0 is `model.path` itself.
 """
@@ -60,6 +62,10 @@ class RunPaths:
         return self.root / "manifest.json"
 
     @property
+    def tasks(self) -> Path:
+        return self.root / "tasks.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -75,6 +81,11 @@ class RunPaths:
 
     def checkpoint(self, role: str, version: int) -> Path:
         return self.root / "checkpoints" / role / _name(version)
+
+    @property
+    def warm_critic(self) -> Path:
+        """Checkpoint that a warm-up on stored rollouts leaves in its own directory."""
+        return self.root / "critic"
 
     def hf(self, policy: int, start: str | Path) -> Path:
         """Export of policy `policy`; policy 0 is the start model itself."""

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from megatron_t1.config.compose import absolute, compose
 from megatron_t1.errors import IncompleteError
-from megatron_t1.loop.manifest import FinishedStep, Manifest
+from megatron_t1.loop.manifest import new_manifest
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
 from megatron_t1.report.metrics import MetricsWriter
@@ -36,7 +37,7 @@ def run(tmp_path):
         PhaseResult("export", 1, {}, {"total": 1.0}),
         PhaseResult("evaluation", 2, {"evaluation/checks_passed": 2.5, "evaluation/success_rate": 0.1}, {"total": 4.0}),
     ]  # fmt: skip
-    writer, manifest = MetricsWriter(paths), Manifest.new(config)
+    writer, manifest = MetricsWriter(paths), new_manifest(config)
     for result in results:
         writer.append(result, seconds=result.timings_s["total"] + 1)
         key = (result.iteration, result.phase)
@@ -86,7 +87,7 @@ def test_lost_metrics_are_read_from_the_results(run):
 
 
 def test_run_that_has_only_begun(tmp_path):
-    Manifest.new(compose([f"run.dir={tmp_path}"])).write(RunPaths.of(tmp_path).manifest)
+    new_manifest(compose([f"run.dir={tmp_path}"])).write(RunPaths.of(tmp_path).manifest)
     assert "nothing is finished yet" in shown(print_run, tmp_path)
     assert write_plots(tmp_path) == []
 
@@ -156,3 +157,14 @@ def test_odd_entries_of_a_manifest_are_named_not_a_crash(run, odd):
     path.write_text(json.dumps({**raw, "finished": [*raw["finished"], odd]}))
     with pytest.raises(IncompleteError, match="no readable run"):
         shown(print_run, run)
+
+
+def test_alarms_are_shown(run):
+    writer = MetricsWriter(RunPaths.of(run))
+    for iteration, turns in enumerate((4.0, 4.2, 3.9, 9.0)):
+        metrics = {"rollout/turns": turns, "rollout/verifier_errors": 0.02, "rollout/checks_per_task": 6.0}
+        writer.append(PhaseResult("rollout", iteration, metrics, {"total": 1.0}), seconds=1.0)
+    writer.close()
+    text = shown(print_run, run)
+    assert "alarm iteration 3: turns of a trajectory: 9, 4 before" in text and text.count("alarm iteration") == 1
+    assert "of checks" in text and "2.0%" in text
