@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_t1.checkout.options import replay_wanted
+from megatron_t1.checkout.gae import gae_problem
+from megatron_t1.checkout.options import gae_given, replay_wanted
 from megatron_t1.checkout.stored import find_checkpoint, has_value_head
 from megatron_t1.errors import ConfigError
 from megatron_t1.routing.safety import unsafe_options
@@ -71,8 +72,11 @@ def _paths(args: argparse.Namespace) -> Iterator[str]:
             yield f"--t1-{name} is missing: the directory of {what}"
         elif name != "values" and not Path(value).is_dir():
             yield f"--t1-{name} {value}: there is no such directory"
-    if args.t1_role == "actor" and args.t1_values and not Path(args.t1_values).is_dir():
-        yield f"--t1-values {args.t1_values}: no such directory; train the critic on these rollouts first"
+    if args.t1_role == "actor" and args.t1_values:
+        if not Path(args.t1_values).is_dir():
+            yield f"--t1-values {args.t1_values}: no such directory; train the critic on these rollouts first"
+        elif problem := gae_problem(Path(args.t1_values), gae_given(args)):
+            yield problem
 
 
 def _fixed(args: argparse.Namespace) -> Iterator[str]:

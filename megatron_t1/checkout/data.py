@@ -16,7 +16,7 @@ import torch
 
 from megatron_t1.checkout.options import Options
 from megatron_t1.errors import ConfigError, IncompleteError
-from megatron_t1.training.batch import MicroBatch, RouteShape, build_micro_batch, plan_samples
+from megatron_t1.training.batch import MicroBatch, ReplayShape, build_micro_batch, plan_samples
 from megatron_t1.training.samples import Sample, SampleSet, attach, load_rollouts
 from megatron_t1.trajectory.packing import minibatches
 from megatron_t1.trajectory.sidecar import read_sidecar
@@ -79,7 +79,7 @@ class RolloutData:
         options: Options,
         place: Place,
         facts: dict[str, Any],
-        route_shape: RouteShape | None,
+        route_shape: ReplayShape | None,
         *,
         slots: int,
         seed: int,

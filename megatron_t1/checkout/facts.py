@@ -69,9 +69,12 @@ def architecture_of(args: argparse.Namespace, directory: Path) -> ArchitectureCo
 
 def contract_facts(args: argparse.Namespace, architecture: ArchitectureConfig, directory: Path) -> dict[str, Any]:
     """Fields of the sampling contract that the model in training fixes, and the size of its vocabulary."""
+    dtype = "bfloat16" if args.bf16 else "float32"
+    router = {"fp32": "float32", "fp64": "float64"}.get(getattr(args, "moe_router_dtype", None), dtype)
     return {
         "tokenizer_sha256": tokenizer_digest(directory),
-        "model_dtype": "bfloat16" if args.bf16 else "float32",
+        "model_dtype": dtype,
+        "router_dtype": router if args.num_experts else "",
         "vocab_size": architecture.vocab_size,
         "num_experts": args.num_experts or 0,
         "top_k": args.moe_router_topk if args.num_experts else 0,

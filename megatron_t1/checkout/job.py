@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 
 from megatron_t1.checkout import checks, facts
 from megatron_t1.checkout.data import Place, RolloutData
+from megatron_t1.checkout.gae import FILE, gae_problem
 from megatron_t1.checkout.models import Models
 from megatron_t1.checkout.options import options_of
 from megatron_t1.checkout.values import write_values
 from megatron_t1.errors import ConfigError
 from megatron_t1.ppo.sums import Sums
 from megatron_t1.training.advantages import VALUE_FIELDS
-from megatron_t1.training.batch import MicroBatch, RouteShape
+from megatron_t1.training.batch import MicroBatch, ReplayShape
 from megatron_t1.training.objectives import actor_objective, critic_objective
 from megatron_t1.training.passes import micro_step, read_logprobs, read_values
 
@@ -41,7 +43,12 @@ class Job:
         shape = None
         if self.options.replay:
             expert_parallel = args.expert_model_parallel_size
-            shape = RouteShape(known["num_moe_layers"], known["num_experts"], known["top_k"], expert_parallel)
+            shape = ReplayShape(
+                num_moe_layers=known["num_moe_layers"],
+                num_experts=known["num_experts"],
+                top_k=known["top_k"],
+                expert_parallel=expert_parallel,
+            )
         place = Place.here(args)
         slots = args.global_batch_size // (args.micro_batch_size * place.replicas)
         self._require_rounds(slots)
@@ -51,7 +58,7 @@ class Job:
         if self.options.role == "actor":
             self.data.attach(("advantages",))
         role = "policy" if self.options.role == "actor" else "value"
-        self.models = Models(args, role, architecture, self.options.model)
+        self.models = Models(args, role, architecture, self.options.model, replaying=self.options.replay)
         self._prepared = False
 
     def _require_rounds(self, slots: int) -> None:
@@ -83,9 +90,19 @@ class Job:
         if not self.args.skip_train:
             self.data.require_steps(self.args.iteration, self.args.train_iters)
         if self.options.role == "critic":
-            if not self.data.has_values():
+            if self.data.has_values():
+                self._require_same_gae()
+            else:
                 write_values(self.options, self.data, self.models)
             self.data.attach(VALUE_FIELDS)
+
+    def _require_same_gae(self) -> None:
+        """Values are computed once: other options would have no effect on them."""
+        options = self.options
+        written_here = (options.values / FILE).exists()
+        wanted = dataclasses.asdict(options.config.train.gae) if written_here else options.gae_given
+        if problem := gae_problem(options.values, wanted):
+            raise ConfigError(problem, where="--t1-gae-...")
 
     def forward_step(self, data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         from megatron.training import get_timers

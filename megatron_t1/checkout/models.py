@@ -25,10 +25,14 @@ class Models:
     Args:
         role: "policy" or "value".
         architecture: as `facts.architecture_of` gives it.
+        replaying: whether recorded experts are replayed; without it the routers are left alone, whatever they are.
     """
 
-    def __init__(self, args: argparse.Namespace, role: str, architecture: ArchitectureConfig, model_dir: Path):
+    def __init__(
+        self, args: argparse.Namespace, role: str, architecture: ArchitectureConfig, model_dir: Path, *, replaying: bool
+    ):
         self.args, self.role, self.architecture, self.model_dir = args, role, architecture, model_dir
+        self.replaying = replaying
         self.chunks: list[nn.Module] = []
         self._replay: RoutingReplay | None = None
 
@@ -90,9 +94,9 @@ class Models:
             head.stored = True
 
     @property
-    def replay(self) -> RoutingReplay:
-        """Bound to the routers of all chunks, which must be built."""
-        if self._replay is None:
+    def replay(self) -> RoutingReplay | None:
+        """Bound to the routers of all chunks, which must be built; None without replay."""
+        if self._replay is None and self.replaying:
             self._replay = RoutingReplay(
                 self.chunks, num_experts=self.args.num_experts or 0, top_k=self.args.moe_router_topk
             )

@@ -39,6 +39,7 @@ class Options:
         model: Hugging Face directory of the model in training.
         first_step: Megatron's iteration at which training on these rollouts began.
         config: PPO's options, in the schema's places.
+        gae_given: those of `config.train.gae` that stood on the command line.
     """
 
     role: str
@@ -50,6 +51,7 @@ class Options:
     minibatches: int
     first_step: int
     config: Config
+    gae_given: dict[str, Any]
 
     @property
     def steps(self) -> int:
@@ -110,11 +112,12 @@ def _add(group: Any) -> None:
         for name in names:
             default = getattr(defaults, name)
             flag = f"--t1-{section}-{name}".replace("_", "-")
+            # None: not given, which for values that were computed already isn't the same as the default.
             if isinstance(default, bool):
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, help=f"default: {default}")
                 continue
             choices = _CHOICES.get(f"{section}_{name}")
-            group.add_argument(flag, type=type(default), default=default, choices=choices, help=f"default: {default}")
+            group.add_argument(flag, type=type(default), choices=choices, help=f"default: {default}")
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -126,7 +129,9 @@ def options_of(args: argparse.Namespace) -> Options:
     train.logprob_chunk = args.t1_logprob_chunk
     for section, (_, names) in _SECTIONS.items():
         for name in names:
-            setattr(getattr(train, section), name, getattr(args, f"t1_{section}_{name}"))
+            value = getattr(args, f"t1_{section}_{name}")
+            if value is not None:
+                setattr(getattr(train, section), name, value)
     own = getattr(train, role)
     own.epochs = own.epochs if args.t1_epochs is None else args.t1_epochs
     own.minibatches = own.minibatches if args.t1_minibatches is None else args.t1_minibatches
@@ -144,7 +149,14 @@ def options_of(args: argparse.Namespace) -> Options:
         minibatches=own.minibatches,
         first_step=args.t1_first_step,
         config=config,
+        gae_given=gae_given(args),
     )
+
+
+def gae_given(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of GAE that stood on the command line, by their name in the schema."""
+    values = {name: getattr(args, f"t1_gae_{name}") for name in _GAE}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def replay_wanted(args: argparse.Namespace) -> bool:

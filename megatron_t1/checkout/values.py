@@ -6,6 +6,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as state
 
 from megatron_t1.checkout.data import RolloutData
+from megatron_t1.checkout.gae import write_gae
 from megatron_t1.checkout.models import Models
 from megatron_t1.checkout.options import Options
 from megatron_t1.training.advantages import VALUE_FIELDS, compute_advantages
@@ -29,6 +30,8 @@ def write_values(options: Options, data: RolloutData, models: Models) -> dict[st
     own = [sample for batch in batches for sample in batch.samples]
     group, device = state.get_data_parallel_group(), data.place.device
     statistics = compute_advantages(own, options.config.train.gae, group=group, device=device)
+    if dist.get_rank() == 0:  # before the sidecars: none of them is without it
+        write_gae(options.values, options.config.train.gae)
     if speaks_for_replica():
         arrays = {sample.key: {name: sample.fields[name] for name in VALUE_FIELDS} for sample in own}
         write_sidecar(options.values, data.place.replica, arrays, ranks=data.place.replicas)

@@ -13,6 +13,7 @@ from megatron_t1.patching.declaration import Edit
 from megatron_t1.patching.errors import DeclarationError, PlaceError
 from megatron_t1.patching.fingerprint import form, local_names
 from megatron_t1.patching.marks import MARK
+from megatron_t1.patching.names import Rename, bound_by, fresh_names, names_in
 from megatron_t1.patching.places import Found, find_places
 from megatron_t1.patching.syntax import Source, Target, assigned_names, calls, replaced
 
@@ -47,7 +48,7 @@ def perform(edit: Edit, source: Source, patch: str) -> Outcome:
     if edit.add_parameter:
         return _add_parameter(edit, target)
     if edit.place is None:
-        statements = _own_statements(edit, {}, patch)
+        statements = _own_statements(edit, {}, patch, target)
         if _holds(target, statements):
             return Outcome(None, present=True)
         return Outcome(Source(source.path, _at_edge(target, edit.insert, statements)))
@@ -78,7 +79,7 @@ def _at_places(edit: Edit, target: Target, patch: str) -> Outcome:
         elif edit.wrap:
             new = replaced(trail, _wrapped(edit, trail[-1], names))
         else:
-            new = _at_statement(edit, trail, _own_statements(edit, names, patch))
+            new = _at_statement(edit, trail, _own_statements(edit, names, patch, target))
         source = Source(source.path, new)
     return Outcome(source)
 
@@ -152,20 +153,54 @@ def _listed(names) -> str:
 # ---------------------------------------------------------------------- our own lines
 
 
-def _own_statements(edit: Edit, names: Mapping[str, str], patch: str) -> list[cst.BaseStatement]:
-    """The edit's lines as statements, with a comment that names the patch above the first."""
-    text = _filled(edit.lines, names)
+def _own_statements(
+    edit: Edit, names: Mapping[str, str], patch: str, target: Target | None = None
+) -> list[cst.BaseStatement]:
+    """The edit's lines as statements, with a comment that names the patch above the first.
+
+    Args:
+        target: the function they go into, whose own names they leave alone; None where they are only compared.
+    """
+    # Captured names are put in last: until then none of them is one that the lines make.
+    stand_ins = {name: f"__t1_captured_{name}__" for name in names}
+    text = _filled(edit.lines, stand_ins)
     try:
         module = cst.parse_module(textwrap.dedent(text).strip("\n") + "\n")
     except cst.ParserSyntaxError as error:
         raise DeclarationError(f"the lines aren't Python: {error}", where=f"{patch}: {edit.target}") from error
     if any(line.comment for line in module.footer) or not module.body:
         raise DeclarationError("the lines end in a comment, which has no statement", where=f"{patch}: {edit.target}")
+    module = module.visit(_BlankLines())
+    if target is not None and isinstance(target.node, cst.FunctionDef):
+        module = _fitted(module, target, set(stand_ins.values()))
+    module = module.visit(Rename({stand_ins[name]: value for name, value in names.items()}))
     statements = list(module.body)
     mark = cst.EmptyLine(comment=cst.Comment(f"{MARK}{patch}"))
     above = [line for line in (*module.header, *statements[0].leading_lines) if line.comment]
     statements[0] = statements[0].with_changes(leading_lines=[mark, *above])
     return statements
+
+
+def _fitted(module: cst.Module, target: Target, captured: set[str]) -> cst.Module:
+    """The lines under names that don't clash with the function's."""
+    made, changed = bound_by(module.code)
+    have = names_in(target.source.code(target.node))
+    if missing := sorted(changed - captured - have):
+        raise PlaceError(
+            f"expected: a function that has {_listed(missing)}, which the lines change\nfound:    none of that name",
+            where=target.where,
+        )
+    clashing = (made - captured) & have
+    return module.visit(Rename(fresh_names(clashing, have | names_in(module.code))))
+
+
+class _BlankLines(cst.CSTTransformer):
+    """An empty line has no indentation."""
+
+    def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
+        if updated_node.comment is not None:
+            return updated_node
+        return updated_node.with_changes(indent=False, whitespace=cst.SimpleWhitespace(""))
 
 
 def _filled(text: str, names: Mapping[str, str]) -> str:
@@ -256,6 +291,11 @@ def _add_parameter(edit: Edit, target: Target) -> Outcome:
         return Outcome(None, present=True)
     if not isinstance(target.node, cst.FunctionDef):
         raise PlaceError("expected: a function\nfound:    a class or a file", where=target.where)
+    if name in names_in(target.source.code(target.node)):
+        raise PlaceError(
+            f"expected: a function without a name {name}, as the new parameter is called\nfound:    it has one",
+            where=target.where,
+        )
     params = target.node.params
     new = cst.Param(cst.Name(name), default=cst.parse_expression(default), equal=_no_space_equal())
     star = isinstance(params.star_arg, (cst.Param, cst.ParamStar))

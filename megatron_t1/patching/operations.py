@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -120,7 +121,7 @@ def diff(tree: Tree, patches: Mapping[str, Patch], only: Iterable[str] = ()) -> 
     if lost:
         known = survey.record.files
         return "".join(unified(f, known[f].patched, survey.now[f] or b"", "as patched", "now") for f in sorted(lost))
-    applied = [finding.name for finding in findings if finding.state == "applied"]
+    applied = [finding.name for finding in findings if finding.state in ("applied", "outdated")]
     without = plan_revert(survey, patches, applied).changes if applied else {}
     before = {file: contents for file, (_, contents) in without.items()}
     parts = []
@@ -134,7 +135,8 @@ def unified(file: str, before: bytes, after: bytes, old: str = "", new: str = ""
     """A unified diff that `git apply` and `patch -p1` read."""
 
     def lines(data: bytes) -> list[str]:
-        return data.decode("utf-8", "surrogateescape").splitlines(keepends=True)
+        # Only \n ends a line for git and patch; a form feed or U+2028 within one doesn't.
+        return io.StringIO(data.decode("utf-8", "surrogateescape"), newline="\n").readlines()
 
     made = difflib.unified_diff(lines(before), lines(after), f"a/{file}", f"b/{file}", old, new)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in made)

@@ -15,7 +15,8 @@ from megatron_t1.patching.syntax import Source
 from megatron_t1.patching.tree import Tree
 
 _REPLACED = f"where the files were replaced as a whole (another branch, a reinstall), delete {RECORD}"
-State = Literal["applied", "damaged", "interrupted", "there", "not needed", "applicable", "conflict"]
+_OUTDATED = "by a version of megatron-t1 with another declaration: revert all patches, then apply again"
+State = Literal["applied", "outdated", "damaged", "interrupted", "there", "not needed", "applicable", "conflict"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Finding:
     """One patch on one checkout.
 
     Attributes:
-        state: "applied": by this tool, recorded. "damaged": recorded, but its lines were changed since.
+        state: "applied": by this tool, recorded. "outdated": recorded, and its declaration is another one now.
+            "damaged": recorded, but its lines were changed since.
             "interrupted": a change of its files was cut off, or is being made. The others are those of an `Attempt`.
         files: that it would change, or has changed.
     """
@@ -96,7 +98,7 @@ class Survey:
         findings = []
         for name in names:
             if name in self.record.names():
-                findings.append(self._applied(name))
+                findings.append(self._applied(name, patches.get(name)))
                 continue
             result = attempt(patches[name], self.tree, read)
             after.update(result.after)
@@ -108,14 +110,18 @@ class Survey:
         known, base = self.record.files[file], self.bases[file]
         return base is not None and merge(known.original, known.patched, base) == self.now[file]
 
-    def _applied(self, name: str) -> Finding:
-        files = next(patch.files for patch in self.record.patches if patch.name == name)
+    def _applied(self, name: str, known: Patch | None) -> Finding:
+        recorded = next(patch for patch in self.record.patches if patch.name == name)
+        files = recorded.files
         lost = [file for file in files if not self._stands(file)]
         if lost:
             detail = f"changed since, where it was patched: {', '.join(lost)}\n{_REPLACED}"
             return Finding(name, "damaged", detail, files)
         edited = sorted(self.edited & set(files))
-        return Finding(name, "applied", f"edited since, elsewhere: {', '.join(edited)}" if edited else "", files)
+        detail = f"edited since, elsewhere: {', '.join(edited)}" if edited else ""
+        if known is not None and known.digest != recorded.digest:
+            return Finding(name, "outdated", "\n".join(filter(None, (_OUTDATED, detail))), files)
+        return Finding(name, "applied", detail, files)
 
 
 def _without_patches(known: PatchedFile, now: bytes | None) -> bytes | None:

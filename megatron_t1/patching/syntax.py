@@ -7,6 +7,7 @@ that shares everything off the trail with the old one.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from megatron_t1.patching.fingerprint import Form, form, local_names
 
 Trail = tuple[cst.CSTNode, ...]
 _EXCERPT_LINES = 12
+_LINE_END = re.compile(r"\r\n|\r|\n")  # as Python ends lines: not at a form feed or U+2028
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class Source:
     def excerpt(self, node: cst.CSTNode) -> str:
         """The node's own lines with their numbers, at most a dozen."""
         span = self._positions[node]
-        lines = self.module.code.splitlines()[span.start.line - 1 : span.end.line]
+        lines = _LINE_END.split(self.module.code)[span.start.line - 1 : span.end.line]
         shown = [f"    {span.start.line + i:5d}  {line}" for i, line in enumerate(lines[:_EXCERPT_LINES])]
         return "\n".join(shown + (["      ..."] if len(lines) > _EXCERPT_LINES else []))
 

@@ -1,8 +1,9 @@
 """Load balancing of one router while its routes are replayed: whose load counts, and only that of real tokens.
 
 Megatron takes the load of the router's own top-k in the auxiliary losses and that of the experts taken in the bias
-update, padding included in both unless the model is given a padding mask (Megatron-LM#5542). Nothing here touches a
-router call that isn't replayed.
+update, padding included in both unless the model is given a padding mask (Megatron-LM#5542). With such a mask it
+divides by the number of real tokens, so that a micro-batch that has none gets NaN gradients; here it has no auxiliary
+loss. Nothing here touches a router call that isn't replayed.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ class ReplayedBalancing:
         self._masks_losses = self._takes_padding_mask and (_has_aux_loss(router) or _has_z_loss(router))
         self._counts_bias = _has_bias(router)
         self._overridden: list[str] = []
-        seam.keep = True
         self._handles = [
             router.register_forward_pre_hook(self._before, with_kwargs=True),
             router.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
-        if options.aux_loss != "native" and _has_aux_loss(router):
+        if _has_aux_loss(router):
             self._override_losses(router)
         if options.z_loss == "off" and _has_z_loss(router):
             self._override(router, "apply_z_loss", lambda _: lambda logits, *_, **__: logits)
@@ -68,6 +68,7 @@ class ReplayedBalancing:
         slot = self._replayed()
         if slot is None:
             return None
+        slot.require_rows(args[0].shape[:2].numel(), self.seam.layer)
         if self._counts_bias:
             router.enable_expert_bias = False  # stops the counting; the bias itself is still part of the choice
         given = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
@@ -84,7 +85,7 @@ class ReplayedBalancing:
         if taken is None or output is None:  # not replayed, or the call raised
             return
         valid = self._replayed().valid
-        if self.options.load and router.training and not recomputing():
+        if self.options.load and router.training and self.seam.owner.in_training_forward():
             if self.load is None:
                 self.load = torch.zeros(router.num_experts, dtype=torch.float64, device=taken.device)
             self.load += expert_counts(taken, valid, router.num_experts)
@@ -118,13 +119,35 @@ class ReplayedBalancing:
                 self._override(router, name, lambda _: _first_argument)
             return
         for name in _LOSSES:
-            self._override(router, name, self._with_taken)
-        if not hasattr(router, _LOSSES[0]):  # core 0.13: one method gives scores and map to all losses
+            self._override(router, name, self._of_real_tokens)
+        if self._takes_padding_mask:
+            self._override(router, "attach_and_log_load_balancing_loss", self._zero_without_tokens)
+        if self.options.aux_loss == "taken" and not hasattr(router, _LOSSES[0]):
+            # core 0.13: one method gives scores and map to all losses
             self._override(router, "compute_routing_scores_for_aux_loss", self._scores_with_taken)
 
-    def _with_taken(self, loss: Callable) -> Callable:
+    def _of_real_tokens(self, loss: Callable) -> Callable:
+        """The loss of the load that the options say, with a gradient for real tokens only."""
+
         def apply(probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return loss(probs, scores, self._taken_map(routing_map), *args, **kwargs)
+            if self.options.aux_loss == "taken":
+                routing_map = self._taken_map(routing_map)
+            valid = self._replayed().valid
+            if valid is not None and self._takes_padding_mask:
+                scores = _RealRows.apply(scores, valid)
+            return loss(probs, scores, routing_map, *args, **kwargs)
+
+        return apply
+
+    def _zero_without_tokens(self, attach: Callable) -> Callable:
+        """Attaching a loss, of which this rank's share is 0 where none of its tokens is real; computed, it is NaN when
+        the whole group has none, because it was divided by their number."""
+
+        def apply(activation: Tensor, coefficient: float, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            valid = self._replayed().valid
+            if valid is not None:
+                loss = torch.where(valid.any(), loss, torch.zeros_like(loss))
+            return attach(activation, coefficient, loss, *args, **kwargs)
 
         return apply
 
@@ -142,6 +165,20 @@ class ReplayedBalancing:
         return taken if valid is None or not self._takes_padding_mask else taken & valid[:, None]
 
 
+class _RealRows(torch.autograd.Function):
+    """`scores` [T, E]; its gradient is 0 in rows that aren't `valid` [T], whatever came back for them."""
+
+    @staticmethod
+    def forward(ctx, scores: Tensor, valid: Tensor) -> Tensor:
+        ctx.save_for_backward(valid)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (valid,) = ctx.saved_tensors
+        return gradient.masked_fill(~valid[:, None], 0.0), None
+
+
 def expert_counts(indices: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
     """float64 [E]: how often each expert stands in `indices` [T, K], in rows that `valid` [T] allows."""
     counts = torch.zeros(num_experts, dtype=torch.float64, device=indices.device)
@@ -149,11 +186,6 @@ def expert_counts(indices: Tensor, valid: Tensor | None, num_experts: int) -> Te
     if valid is not None:
         weights *= valid[:, None]
     return counts.scatter_add_(0, indices.flatten(), weights.flatten())
-
-
-def recomputing() -> bool:
-    """Whether a backward pass runs, so that a forward is a recomputation; true on the engine's own threads too."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _first_argument(activation: Tensor, *_: Any, **__: Any) -> Tensor:

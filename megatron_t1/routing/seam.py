@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_t1.errors import T1Error
 from megatron_t1.routing.slot import MicroBatchRoutes, NativeTopK, Slot
 
 if TYPE_CHECKING:
+    from megatron_t1.routing.balancing import ReplayedBalancing
     from megatron_t1.routing.replay import RoutingReplay
 
 
@@ -24,13 +25,14 @@ class RouterSeam:
 
     Attributes:
         layer, column: global layer number, and which column of the routes belongs to it.
-        keep: leave `taken` and `native` of a replayed call behind for whoever balances the load; they clear it.
+        balancing: of this router, where it has any. It finds `taken` and `native` of a replayed call here, and clears
+            them.
     """
 
     def __init__(self, owner: RoutingReplay, layer: int, column: int):
         self._owner = weakref.ref(owner)
         self.layer, self.column = layer, column
-        self.keep = False
+        self.balancing: ReplayedBalancing | None = None
         self.taken: Tensor | None = None
         self.native: NativeTopK | None = None
 
@@ -38,7 +40,13 @@ class RouterSeam:
     def owner(self) -> RoutingReplay | None:
         return self._owner()
 
-    def slot(self) -> Slot:
+    def detach(self, router: nn.Module) -> None:
+        """Leave the router as it was found."""
+        if self.balancing is not None:
+            self.balancing.detach(router)
+        router.router_replay = None
+
+    def slot(self, *, asking: bool = False) -> Slot:
         """What the router call that is running now finds.
 
         Raises:
@@ -51,7 +59,7 @@ class RouterSeam:
                 where="RoutingReplay",
                 remedy="keep it as long as the model is used, or close it first",
             )
-        return owner.current_slot(self.layer)
+        return owner.current_slot(self.layer, asking=asking)
 
     def get_replay_topk(
         self,
@@ -63,11 +71,11 @@ class RouterSeam:
     ) -> tuple[Tensor, Tensor]:
         """(values [T, K] of `scores` [T, E], indices int64 [T, K]) of the experts to take."""
         native = NativeTopK(lambda: default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk))
-        slot = self.slot()
+        slot = self.slot(asking=True)
         indices = slot.choose(self.layer, self.column, native, scores.shape[0])
         if indices is None:
             return native.values, native.indices
-        if self.keep and isinstance(slot, MicroBatchRoutes):
+        if self.balancing is not None and isinstance(slot, MicroBatchRoutes):
             self.taken, self.native = indices, native
         return _Pick.apply(scores, indices), indices
 

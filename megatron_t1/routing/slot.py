@@ -52,9 +52,9 @@ class _Native(Slot):
 NATIVE = _Native()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class MicroBatchRoutes(Slot):
-    """Recorded routes of one micro-batch on this rank.
+    """Recorded routes of one micro-batch on this rank. The tensors aren't to be changed between forward and backward.
 
     Attributes:
         routes: uint8 or uint16 (`route_dtype`) [T, L, K], L all MoE layers of the model in global order, rows in the
@@ -74,40 +74,54 @@ class MicroBatchRoutes(Slot):
     valid: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._checked, self._all_routed = False, self.mask is None
-        if self.mask is None:
-            self.mask = torch.ones(len(self.routes), dtype=torch.bool, device=self.routes.device)
-        marks = [self.mask] if self.valid is None else [self.mask, self.valid]
+        given = {"routes": self.routes, "mask": self.mask, "valid": self.valid}
+        for name, tensor in given.items():
+            if not isinstance(tensor, Tensor) and (tensor is not None or name == "routes"):
+                raise T1Error(
+                    f"{name} are a {type(tensor).__name__}, expected a tensor",
+                    where="MicroBatchRoutes",
+                    remedy="torch.from_numpy makes one of an array, without a copy",
+                )
+        marks = [mark for mark in (self.mask, self.valid) if mark is not None]
         if self.routes.dim() != 3 or any(
             mark.shape != self.routes.shape[:1] or mark.dtype != torch.bool for mark in marks
         ):
             found = ", ".join(f"{mark.dtype} {list(mark.shape)}" for mark in marks)
             raise T1Error(
-                f"routes {list(self.routes.shape)} and marks {found} don't belong together: expected [T, L, K] and "
-                "bool [T]",
+                f"routes {list(self.routes.shape)} and marks {found or 'left out'} don't belong together: expected "
+                "[T, L, K] and bool [T]",
                 where="MicroBatchRoutes",
             )
-        self._all_routed = self._all_routed or bool(self.mask.all())  # once here, so that no layer waits for the device
+        # Read once here, so that no layer waits for the device.
+        all_routed = self.mask is None or bool(self.mask.all())
+        if self.mask is None:
+            object.__setattr__(self, "mask", torch.ones(len(self.routes), dtype=torch.bool, device=self.routes.device))
+        vars(self).update(_all_routed=all_routed, _checked_for=set())
 
-    def choose(self, layer: int, column: int, native: NativeTopK, tokens: int) -> Tensor:
+    def require_rows(self, tokens: int, layer: int) -> None:
+        """Raise T1Error unless there is a row for each of the tokens that the router of `layer` is given."""
         if self.routes.shape[0] != tokens:
             raise T1Error(
                 f"the router of layer {layer} has {tokens} tokens, the routes {self.routes.shape[0]} rows",
                 where="MicroBatchRoutes",
                 remedy="cut routes with the layout that cuts the ids, context and sequence parallelism included",
             )
+
+    def choose(self, layer: int, column: int, native: NativeTopK, tokens: int) -> Tensor:
+        self.require_rows(tokens, layer)
         indices = self.routes[:, column].to(torch.int64)
         return indices if self._all_routed else torch.where(self.mask[:, None], indices, native.indices)
 
     def check(self, num_experts: int, layers: Sequence[int]) -> None:
-        """Raise unless every replayed row holds distinct experts of `num_experts`. Waits for the device, once.
+        """Raise unless every replayed row holds distinct experts of `num_experts`. Waits for the device, once for each
+        number of experts.
 
         Megatron takes a repeated expert as one expert fewer, in silence.
 
         Args:
             layers: global layer number of each column, for the message.
         """
-        if self._checked:
+        if num_experts in self._checked_for:
             return
         # Comparisons of uint16 are missing in torch; the same bits as int16 serve, experts from 32768 on excepted.
         rows = self.routes if self.routes.dtype == torch.uint8 else self.routes.view(torch.int16)
@@ -123,20 +137,20 @@ class MicroBatchRoutes(Slot):
             experts = self.routes[row, column].tolist()
             raise T1Error(
                 f"experts {experts} can't be taken: {top_k} distinct ones of {num_experts} are needed",
-                where=f"MicroBatchRoutes, row {row}, layer {layers[column]}",
+                where=f"MicroBatchRoutes, row {row}, layer {layers[column]} (MoE layer {column + 1} of {len(layers)})",
                 remedy="give padding the rows of padding_routes, and mark rows without recorded experts in `mask`",
             )
-        self._checked = True
+        self._checked_for.add(num_experts)
 
     def to(self, device: torch.device) -> MicroBatchRoutes:
         """The same routes on a device, still in their compact type."""
         if self.routes.device == device:
             return self
         moved = object.__new__(MicroBatchRoutes)  # nothing to check again: on a device that would wait for it
-        moved._checked, moved._all_routed = self._checked, self._all_routed
+        vars(moved).update(vars(self))
         for name in ("routes", "mask", "valid"):
-            tensor = getattr(self, name)
-            setattr(moved, name, None if tensor is None else tensor.to(device, non_blocking=True))
+            if (tensor := getattr(self, name)) is not None:
+                vars(moved)[name] = tensor.to(device, non_blocking=True)
         return moved
 
 

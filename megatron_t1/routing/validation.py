@@ -53,6 +53,8 @@ def check_routes(
 ) -> None:
     """`validate_routes` on bare arrays: routes [T, L, K], routed bool [T], turn [T].
 
+    An error counts the MoE layers of the model from 1; dense layers between them have no number there.
+
     Args:
         needed: leading tokens that must have a row; None: all but the last.
     """
@@ -62,7 +64,7 @@ def check_routes(
         if token is not None:
             where += f", turn {int(turn[token])}, token {token}"
         if layer is not None:
-            where += f", MoE layer {layer}"
+            where += f", MoE layer {layer + 1} of {num_moe_layers}"
         raise RoutesError(problem, where=where, remedy=remedy or "make a new rollout with this model")
 
     if routes is None:  # miles#407
@@ -71,8 +73,11 @@ def check_routes(
         )
     if routes.ndim != 3 or routes.shape[1:] != (num_moe_layers, top_k):
         fail(f"routes have shape {list(routes.shape)}, the model needs [{tokens}, {num_moe_layers}, {top_k}]")
-    if len(routes) != tokens or len(routed) != tokens:  # vllm#28284: the engine gives one row fewer; the record has all
-        fail(f"{len(routes)} rows of routes and {len(routed)} marks for {tokens} tokens")
+    counts = len(routes), len(routed), len(turn)
+    if counts != (tokens, tokens, tokens):  # vllm#28284: the engine gives one row fewer; the record has all
+        fail("{} rows of routes, {} marks and {} turn numbers for {} tokens".format(*counts, tokens))
+    if routed.dtype != np.bool_:
+        fail(f"marks of recorded rows are {routed.dtype}, they must be bool", remedy="give `routed` as bool")
     expected = route_dtype(num_experts)
     if routes.dtype != expected:
         fail(f"routes are {routes.dtype}; with {num_experts} experts they are {expected}")

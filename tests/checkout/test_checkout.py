@@ -172,6 +172,17 @@ def test_a_critic_starts_from_a_policys_checkpoint(checkout, records, trained, c
     assert stored_parameters(tmp_path / "critic", backend, "value").isfinite().all()
 
 
+def test_without_replay_the_router_s_options_are_the_checkout_s_own(checkout, records, tmp_path):
+    """A critic that doesn't replay trains with a capacity factor, which replay refuses."""
+    options = (*CRITIC, *records, "--t1-values", str(tmp_path), "--train-iters", "1", "--global-batch-size", "2")
+    capacity = ("--moe-expert-capacity-factor", "1.0")
+    output = pretrain(checkout, *options, *capacity)
+    assert output.code == 0, output.text
+    assert len(output.logged("value_loss")) == 1
+    other = pretrain(checkout, *options, *capacity, "--t1-gae-gamma", "0.9")
+    assert other.code != 0 and "--t1-gae-gamma is 0.9, they have 1.0" in other.text
+
+
 def test_all_clashes_are_listed_before_the_model_is_built(checkout, tmp_path):
     output = pretrain(
         checkout,

@@ -11,53 +11,10 @@ import pytest
 
 from megatron_t1 import checkout
 from megatron_t1.checkout.checks import option_problems, require_options
+from megatron_t1.checkout.gae import write_gae
 from megatron_t1.checkout.options import add_arguments, options_of
 from megatron_t1.checkout.stored import find_checkpoint, has_value_head
 from megatron_t1.errors import ConfigError
-
-# What a checkout's own parser and validation leave behind.
-MEGATRON = {
-    "bf16": True,
-    "num_experts": 8,
-    "micro_batch_size": 1,
-    "calculate_per_token_loss": True,
-    "eval_iters": 0,
-    "eval_interval": 1000,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "train_iters": 8,
-    "override_opt_param_scheduler": False,
-    "use_checkpoint_opt_param_scheduler": False,
-    "context_parallel_size": 1,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "seq_length": 256,
-    "save": None,
-    "load": None,
-    "ckpt_format": "torch_dist",
-    "finetune": False,
-    "no_load_optim": False,
-    "no_load_rng": False,
-    "moe_router_load_balancing_type": "none",
-    "iterations_to_skip": [],
-}
-
-
-@pytest.fixture
-def command(tmp_path):
-    """Parse a command line of the group, with directories that exist."""
-    for name in ("rollouts", "values", "model"):
-        (tmp_path / name).mkdir()
-
-    def parse(*words: str, **megatron) -> argparse.Namespace:
-        parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        paths = [word for n in ("rollouts", "values", "model") for word in (f"--t1-{n}", str(tmp_path / n))]
-        args = parser.parse_args(["--t1-role", "actor", *paths, *words])
-        vars(args).update({**MEGATRON, **megatron})
-        return args
-
-    return parse
 
 
 def test_options_become_the_schema_s(command):
@@ -75,6 +32,23 @@ def test_replay_is_on_for_the_actor_off_for_the_critic_and_for_dense_models(comm
     assert not options_of(command("--t1-role", "critic")).replay
     assert options_of(command("--t1-role", "critic", "--t1-replay", "on")).config.train.replay.critic
     assert not options_of(command(num_experts=None)).replay
+
+
+def test_options_of_gae_are_those_the_values_were_computed_with(command, tmp_path):
+    """Values are computed once, by the critic; whoever reads them can't have other ones."""
+    values, asked = tmp_path / "values", ("--t1-gae-lambda-actor", "0.9", "--t1-gae-turn-level")
+    assert option_problems(command()) == []  # values of the trainer, read as they are
+    (problem,) = option_problems(command(*asked))
+    assert "--t1-gae-lambda-actor is given, and nothing says" in problem and "--t1-gae-turn-level" in problem
+    write_gae(values, options_of(command("--t1-role", "critic", *asked)).config.train.gae)
+    for same in (asked, asked[:2], (), ("--t1-gae-gamma", "1.0")):
+        assert option_problems(command(*same)) == []
+    (problem,) = option_problems(command("--t1-gae-lambda-actor", "0.8", "--no-t1-gae-turn-level"))
+    assert "--t1-gae-lambda-actor is 0.8, they have 0.9" in problem
+    assert "--t1-gae-turn-level is False, they have True" in problem
+    (values / "gae.json").write_text("[")
+    (problem,) = option_problems(command(*asked))
+    assert "gae.json can't be read" in problem
 
 
 def test_a_sound_command_line_has_no_problem(command):

@@ -96,7 +96,7 @@ def test_files_go_in_and_out_and_changes_are_told(podman, make_task):  # noqa: F
     podman.run(body)
 
 
-def test_the_agent_is_shut_in(podman, make_task):  # noqa: F811
+def test_the_agent_is_shut_in(podman, make_task, tmp_path, monkeypatch):  # noqa: F811
     async def body(sandbox):
         await sandbox.start(make_task())
 
@@ -119,7 +119,9 @@ def test_the_agent_is_shut_in(podman, make_task):  # noqa: F811
         assert (await sandbox.run("head -c 20000000 /dev/zero > big", 30.0)).exit_code != 0
         assert await output("stat -c %s big; echo still here") == f"{8 << 20}\nstill here\n"
 
+    monkeypatch.chdir(tmp_path)  # podman's monitor notes there that a container ran out of memory
     podman.run(body, memory_mb=200, max_processes=64, file_size_mb=8)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_verifier_sees_files_and_nothing_else_of_the_agent(podman, make_task):  # noqa: F811
@@ -183,7 +185,7 @@ def test_a_verifier_that_hangs_ends_with_what_it_started(podman, make_task):  # 
     async def body(sandbox):
         task = make_task({}, "trap '' TERM; echo begun; sleep 1000 & sleep 1000; :")
         await sandbox.start(task)
-        run = await sandbox.run_verifier(task, 1.0, ("reward.txt",))
+        run = await sandbox.run_verifier(task, 5.0, ("reward.txt",))
         assert run.timed_out and run.exit_code is None and "begun" in run.output
 
     podman.run(body)

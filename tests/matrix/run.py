@@ -132,7 +132,7 @@ class Batch:
 
 def batches(case: Case, own_samples: list, ranks) -> list[Batch]:
     from megatron_t1.routing.replay import MicroBatchRoutes
-    from megatron_t1.training.batch import RouteShape, build_micro_batch
+    from megatron_t1.training.batch import ReplayShape, build_micro_batch
 
     cut = {
         "context_size": ranks.context_size,
@@ -141,7 +141,8 @@ def batches(case: Case, own_samples: list, ranks) -> list[Batch]:
         "tensor_rank": ranks.tensor,
         "sequence_parallel": ranks.tensor_size > 1,
     }
-    shape = RouteShape(own_samples[0].routes.shape[1], E, K, case.expert)
+    layers = own_samples[0].routes.shape[1]
+    shape = ReplayShape(num_moe_layers=layers, num_experts=E, top_k=K, expert_parallel=case.expert)
     groups = [
         [own_samples[index] for index in part]
         for replica in range(ranks.data_size)

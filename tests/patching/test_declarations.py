@@ -6,6 +6,7 @@ import pytest
 
 from megatron_t1.patching.declaration import load_patch, load_patches
 from megatron_t1.patching.errors import DeclarationError
+from megatron_t1.patching.plan import Survey, chosen
 from tests.patching.conftest import ASK, declarations
 
 
@@ -67,3 +68,9 @@ def test_a_requirement_that_isnt_there(tmp_path):
     (tmp_path / "ask" / "patch.toml").write_text('requires = ["more"]\n' + declarations()["ask"])
     with pytest.raises(DeclarationError, match="ask requires more"):
         load_patches(tmp_path)
+
+
+def test_the_plugin_brings_the_router_s_seam(tree):
+    """It replays by default, and on a core before 0.16 nothing asks for routes without the seam."""
+    names = chosen(load_patches(), Survey.of(tree), ["checkout_plugin"], with_required=True)
+    assert names == ["router_replay", "checkout_plugin"]

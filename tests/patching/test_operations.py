@@ -14,7 +14,7 @@ from megatron_t1.patching.errors import DeclarationError, PatchError
 from megatron_t1.patching.record import RECORD
 from megatron_t1.patching.transaction import JOURNAL, LOCK, locked
 from megatron_t1.patching.tree import Tree
-from tests.patching.conftest import ROUTER, contents, declarations, make_patches, make_tree
+from tests.patching.conftest import ROUTER, TRAINING, contents, declarations, make_patches, make_tree
 
 ROUTER_FILE = "megatron/core/router.py"
 
@@ -85,6 +85,44 @@ def test_the_diff_is_one_that_git_applies(tree, patches, tmp_path):
     subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
     subprocess.run(["git", "apply", "-p1"], input=shown, cwd=copy, text=True, check=True)
     assert (copy / ROUTER_FILE).read_bytes() == tree.read(ROUTER_FILE)
+
+
+@pytest.mark.parametrize("odd", ["\f", "\u2028", "\u0085", "\v", "\x1c"])
+@pytest.mark.parametrize("tool", [("git", "apply", "-p1"), ("patch", "-p1", "--quiet")])
+def test_the_diff_is_one_for_lines_with_odd_characters_too(tmp_path, patches, odd, tool):
+    if shutil.which(tool[0]) is None:
+        pytest.skip(f"no {tool[0]} on this machine")
+    router = ROUTER.replace("# the largest first", f"# the largest{odd} first").replace("# kept as", f"# kept{odd} as")
+    tree, copy = Tree(make_tree(tmp_path / "odd", router=router)), tmp_path / "copy"
+    shutil.copytree(tree.root, copy)
+    shown = operations.diff(tree, patches)
+    operations.apply(tree, patches)
+    subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
+    subprocess.run(tool, input=shown.encode(), cwd=copy, check=True)
+    assert (copy / ROUTER_FILE).read_bytes() == tree.read(ROUTER_FILE)
+
+
+def test_a_patch_with_another_declaration_than_applied_is_outdated(tree, patches, tmp_path, capsys):
+    from megatron_t1.cli import main
+
+    operations.apply(tree, patches)
+    later = make_patches(tmp_path / "later", **{**declarations(), "training": TRAINING.replace("print(", "repr(")})
+    found = {finding.name: finding for finding in operations.status(tree, later)}
+    assert {name: finding.state for name, finding in found.items()} == {
+        "ask": "applied",
+        "scale": "applied",
+        "training": "outdated",
+    }
+    assert "revert all patches, then apply again" in found["training"].detail
+    assert "print(steps)" in operations.diff(tree, later, ["training"])  # what stands there
+    command = ["--checkout", str(tree.root), "--patches", str(tmp_path / "later")]
+    assert main(["patch", "apply", *command]) == 0
+    assert "training  outdated" in (told := capsys.readouterr().out) and "nothing to do" in told
+    assert main(["patch", "status", *command]) == 1
+    operations.revert(tree, later)
+    operations.apply(tree, later)
+    assert b"repr(steps)" in tree.read("megatron/training/loop.py")
+    assert states(tree, later)["training"] == "applied"
 
 
 def test_one_patch_of_several_is_taken_back(tree, patches, tmp_path):

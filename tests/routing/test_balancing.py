@@ -7,10 +7,11 @@ import inspect
 import pytest
 import torch
 
-from megatron_t1.errors import ConfigError
+from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.routing.options import ReplayOptions
 from megatron_t1.routing.replay import RoutingReplay
 from megatron_t1.routing.slot import MicroBatchRoutes
+from megatron_t1.training.batch import ReplayShape, build_micro_batch
 from tests.routing.helpers import E, K, build, foreign_routes, forward_of, needs
 
 T = 32
@@ -144,6 +145,44 @@ def test_z_loss_leaves_padding_out(backend):  # Megatron-LM#5542
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("kind", ["native", "taken"])
+@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_micro_batch_without_real_tokens_has_no_auxiliary_loss(backend, balancing, kind, per_token):
+    model = build(backend, **{**AUX, "moe_router_load_balancing_type": balancing})
+    needs_padding_mask(model)
+    model.config.calculate_per_token_loss = router_of(model).calculate_per_token_loss = per_token
+    attached = []
+    attach = type(router_of(model)).attach_and_log_load_balancing_loss
+
+    class Spied(type(router_of(model))):
+        def attach_and_log_load_balancing_loss(self, activation, coefficient, loss, *args, **kwargs):
+            attached.append(float(loss))
+            return attach(self, activation, coefficient, loss, *args, **kwargs)
+
+    router_of(model).__class__ = Spied
+    replay = RoutingReplay(model, options=ReplayOptions(aux_loss=kind))
+    nobody = torch.zeros(T, dtype=torch.bool)
+    (replay.run(model, slot(nobody), forward_of(model, 1)).sum() * 0.0).backward()
+    assert attached == [0.0]  # what is logged
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    one = nobody.clone()
+    one[3] = True
+    assert auxiliary_gradient(model, lambda forward: replay.run(model, slot(one), forward)).any()
+
+
+def test_zero_weight_micro_batch_of_the_data_path_trains_nothing(backend):
+    model = build(backend, "full", **AUX, moe_z_loss_coeff=0.1)
+    needs_padding_mask(model)
+    replay = RoutingReplay(model)
+    sizes = {"context_size": 1, "context_rank": 0, "tensor_size": 1, "tensor_rank": 0, "sequence_parallel": False}
+    shape = ReplayShape(num_moe_layers=1, num_experts=E, top_k=K, expert_parallel=1)
+    batch = build_micro_batch([], layout_sizes=sizes, route_shape=shape, device=torch.device("cpu"))
+    output = replay.run(model, batch.routes, lambda: model(batch.tokens, batch.position_ids, None))
+    (output.sum() * 0.0).backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
 def counted(indices: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return torch.bincount(indices[valid].flatten().long(), minlength=E).float()
 
@@ -185,6 +224,8 @@ def test_load_counts_real_tokens_of_training_passes_once(backend, recompute):  #
     model.train()
     for part in routes:
         replay.run(model, MicroBatchRoutes(part, valid=VALID), forward_of(model, 1)).sum().backward()
+    with torch.no_grad():  # a score in train mode
+        replay.run(model, MicroBatchRoutes(routes[0], valid=VALID), forward_of(model, 1))
     load = replay.take_load()
     assert list(load) == replay.layers
     for column, layer in enumerate(replay.layers):
@@ -192,13 +233,15 @@ def test_load_counts_real_tokens_of_training_passes_once(backend, recompute):  #
     assert replay.take_load() == {}
 
 
-def test_a_call_that_fails_leaves_the_router_as_it_was(backend):
-    model = build(backend, **BIAS)
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_call_that_fails_leaves_the_router_as_it_was(backend, marked):
+    model = build(backend, **{**AUX, **BIAS})
     replay = RoutingReplay(model)
-    with pytest.raises(Exception, match="31 rows"):
-        replay.run(model, MicroBatchRoutes(foreign_routes(31, 5, layers=1)), forward_of(model, 1))
+    valid = torch.ones(31, dtype=torch.bool) if marked else None
+    with pytest.raises(T1Error, match="31 rows"):
+        replay.run(model, MicroBatchRoutes(foreign_routes(31, 5, layers=1), valid=valid), forward_of(model, 1))
     router = router_of(model)
-    assert router.enable_expert_bias and replay._balancing[0][1].seam.taken is None
+    assert router.enable_expert_bias and router.router_replay.taken is None
     replay.close()
     assert router.router_replay is None and not router._forward_hooks and not router._forward_pre_hooks
 

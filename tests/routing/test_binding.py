@@ -12,6 +12,7 @@ import torch
 
 from megatron_t1.errors import T1Error
 from megatron_t1.routing.binding import moe_layers
+from megatron_t1.routing.options import ReplayOptions
 from megatron_t1.routing.replay import RoutingReplay
 from megatron_t1.routing.slot import MicroBatchRoutes
 from tests.routing.helpers import (
@@ -82,6 +83,57 @@ def test_one_model_has_one_replay(backend):
         forward_of(model, 1)()
     RoutingReplay(model).close()
     forward_of(model, 1)()
+
+
+@pytest.mark.parametrize(
+    "balancing",
+    [
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+        {"moe_z_loss_coeff": 0.1},
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    ],
+    ids=["aux", "z", "bias"],
+)
+def test_model_of_a_dropped_replay_can_be_bound_anew(backend, balancing):  # miles#2570
+    model = build(backend, **balancing)
+    untouched = set(vars(model.decoder.layers[0].mlp.router))
+    options = ReplayOptions(aux_loss="taken", z_loss="off", load=True)
+    first = RoutingReplay(model, options=options)
+    del first
+    gc.collect()
+    second = RoutingReplay(model)
+    second.run(model, slot_of(foreign_routes(32, 5)), forward_of(model, 1)).mean().backward()
+    found = gradients(model)
+    second.close()
+    for layer in model.decoder.layers:  # nothing of either is left
+        router = layer.mlp.router
+        assert not router._forward_hooks and not router._forward_pre_hooks
+        assert set(vars(router)) == untouched
+    fresh = build(backend, **balancing)
+    RoutingReplay(fresh).run(fresh, slot_of(foreign_routes(32, 5)), forward_of(fresh, 1)).mean().backward()
+    assert_equal(found, gradients(fresh))
+
+
+def test_what_is_no_model_is_named_and_nothing_is_bound(backend):
+    model = build(backend, moe_z_loss_coeff=0.1)
+    wrong = {
+        "chunks are an empty list": lambda: RoutingReplay([]),
+        "chunks are str": lambda: RoutingReplay(["model"]),
+        "chunk is given twice": lambda: RoutingReplay([model, model]),
+        "layers .* name a layer twice": lambda: RoutingReplay(model, layers=[1, 2, 3, 4, 4]),
+        "options are a dict": lambda: RoutingReplay(model, options={"aux_loss": "off"}),
+    }
+    for message, make in wrong.items():
+        with pytest.raises(T1Error, match=message):
+            make()
+        assert model.decoder.layers[0].mlp.router.router_replay is None
+    replay = RoutingReplay(model)
+    for mode in ("record", "Off", None):
+        with pytest.raises(T1Error, match="it is one of off, replay"):
+            replay.mode = mode
+    assert replay.mode == "replay"
+    with pytest.raises(T1Error, match="routes are a Tensor"):
+        replay.run(model, foreign_routes(32, 5), forward_of(model, 1))
 
 
 def test_router_that_never_asks_is_noticed(backend):

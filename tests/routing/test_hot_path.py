@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 import torch
 
@@ -142,6 +144,11 @@ def test_slot_keeps_its_type_and_checks_once(backend):  # SkyRL#1910
     slot.routes[0] = 0  # seen no more: the rows were checked
     slot.check(64, [1, 2])
     moved = slot.to(torch.device("meta"))
-    assert moved.routes.dtype == torch.uint8 and moved.mask.device.type == "meta" and moved._checked
+    assert moved.routes.dtype == torch.uint8 and moved.mask.device.type == "meta"
+    moved.check(64, [1, 2])  # nor there, where it would have to wait for the device
+    with pytest.raises(T1Error, match="of 32 are needed"):
+        slot.check(32, [1, 2])  # they were checked for another number of experts
+    with pytest.raises(FrozenInstanceError):
+        slot.mask = torch.zeros(T, dtype=torch.bool)  # a mask is read once, when the slot is made
     with pytest.raises(T1Error, match="don't belong together"):
         MicroBatchRoutes(routes_of(stack), torch.ones(T))

@@ -105,7 +105,7 @@ def test_recomputation_of_a_forward_that_replay_did_not_see_raises(backend):
     with replay.native():
         output = forward_of(model, 1)()
     replay.run(model, slot_of(foreign_routes(32, 5)), forward_of(model, 1)).sum().backward()
-    with pytest.raises(T1Error, match="recomputed in a backward"):
+    with pytest.raises(T1Error, match="recomputed in the backward"):
         output.sum().backward()
 
 

@@ -19,11 +19,11 @@ def valid_routes(num_experts: int = E, length: int = T) -> np.ndarray:
     return rows.astype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
-def check(routes, routed=None, num_experts: int = E, length: int = T, top_k: int = K) -> None:
+def check(routes, routed=None, num_experts: int = E, length: int = T, top_k: int = K, turns: int | None = None) -> None:
     check_routes(
         routes,
         np.arange(length) < length - 1 if routed is None else routed,
-        (np.arange(length) // 10).astype(np.uint16),
+        (np.arange(length if turns is None else turns) // 10).astype(np.uint16),
         num_experts=num_experts,
         top_k=top_k,
         num_moe_layers=L,
@@ -77,9 +77,13 @@ def test_type_follows_the_number_of_experts(num_experts):
 @pytest.mark.parametrize(
     ("change", "message", "where"),
     [
-        (lambda r: r[11, 2].__setitem__(1, E), "the model has 8", "turn 1, token 11, MoE layer 2"),
-        (lambda r: r[12, 1].__setitem__(slice(None), 3), r"experts \[3, 3\] repeat", "turn 1, token 12, MoE layer 1"),
-        (lambda r: r[:, 1].__setitem__(slice(None), 0), "never written", "MoE layer 1"),
+        (lambda r: r[11, 2].__setitem__(1, E), "the model has 8", "turn 1, token 11, MoE layer 3 of 3"),
+        (
+            lambda r: r[12, 1].__setitem__(slice(None), 3),
+            r"experts \[3, 3\] repeat",
+            "turn 1, token 12, MoE layer 2 of 3",
+        ),
+        (lambda r: r[:, 1].__setitem__(slice(None), 0), "never written", "MoE layer 2 of 3"),
     ],
 )
 def test_bad_values_are_named(change, message, where):  # verl#4986 vllm-ascend#15451
@@ -95,7 +99,7 @@ def test_bad_value_far_into_a_long_trajectory_is_found():
     routes[17_001, 2] = 5
     with pytest.raises(RoutesError, match="repeat") as caught:
         check(routes, length=20_000)
-    assert "token 17001, MoE layer 2" in caught.value.where
+    assert "token 17001, MoE layer 3" in caught.value.where
 
 
 @pytest.mark.parametrize(("trained", "sampled"), [(256, 128), (512, 257), (512, 128)])
@@ -116,7 +120,16 @@ def test_experts_out_of_range_are_refused(num_experts):
     routes[7, 1, 0] = num_experts
     with pytest.raises(RoutesError, match=f"the model has {num_experts}") as caught:
         check(routes, num_experts=num_experts)
-    assert caught.value.where.endswith("turn 0, token 7, MoE layer 1")
+    assert caught.value.where.endswith("turn 0, token 7, MoE layer 2 of 3")
+
+
+def test_marks_and_turns_that_do_not_fit_the_tokens_are_refused():
+    with pytest.raises(RoutesError, match="are uint8, they must be bool"):  # ~1 is 254: every row would be missing
+        check(valid_routes(), np.ones(T, np.uint8))
+    broken = valid_routes()
+    broken[11, 2, 1] = E
+    with pytest.raises(RoutesError, match=f"3 turn numbers for {T} tokens"):
+        check(broken, turns=3)
 
 
 def test_missing_routes_and_wrong_shapes_are_refused():  # miles#407

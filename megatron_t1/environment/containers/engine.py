@@ -13,6 +13,7 @@ import os
 import resource
 import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,7 +64,10 @@ class Engine:
                 where="env.sandbox.engine",
                 remedy="install Podman or Docker, or choose another env.sandbox._target_",
             )
-        self.path, self.name, self.runtime = found, Path(found).name, runtime
+        # `shutil.which` may answer relative to this process' directory, which isn't the engine's.
+        self.path, self.name, self.runtime = os.path.abspath(found), Path(found).name, runtime
+        # Podman's monitor leaves a file in its directory when a container runs out of memory.
+        self._place = tempfile.TemporaryDirectory(prefix="t1-engine-")
         self._storage: str | None = None
         self._cgroups: bool | None = None
         self.cleaned = False  # whether what dead drivers left was looked for
@@ -150,6 +154,7 @@ class Engine:
                 stdout=pipe,
                 stderr=pipe,
                 start_new_session=True,  # Ctrl-C is for the driver, which then ends its containers in order
+                cwd=self._place.name,
             )
         except OSError as error:
             raise SandboxLost(f"can't start {self.name}: {error}", where=self.path) from error

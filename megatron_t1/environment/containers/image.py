@@ -193,7 +193,7 @@ async def _built(engine: Engine, config: SandboxConfig, task: Task, context: Pat
 async def _build(
     engine: Engine, config: SandboxConfig, task: Task, context: Path, dockerfile: Path, reference: str
 ) -> None:
-    options = ["--label", f"{IMAGE_LABEL}={task.name}", "--tag", reference, "--file", str(dockerfile)]
+    options = ["--label", f"{IMAGE_LABEL}={task.name}", "--tag", reference, "--file", str(dockerfile.resolve())]
     options += plain_limits({})
     if config.build_network:
         options += ["--network", config.build_network]
@@ -202,7 +202,7 @@ async def _build(
     limit = task.resources.build_timeout_s
     for _ in range(BUILD_ATTEMPTS):
         async with engine.building():
-            done = await engine.call("build", *options, str(context), timeout_s=limit)
+            done = await engine.call("build", *options, str(context.resolve()), timeout_s=limit)
         if done.exit_code == 0 or not any(sign in done.stderr for sign in RACES):
             break
     if done.exit_code != 0:
