@@ -98,10 +98,13 @@ class Chaos:
             assert "remedy:" in said or status in (-signal.SIGKILL, 128 + signal.SIGKILL), (status, said[-3000:])
 
     def _kill_one(self, loop) -> None:
-        """Wait for a moment within the next seconds, then kill a process of a kind that lives then."""
-        delay = self.random.expovariate(1 / 6.0)
+        """Let the loop finish up to three steps, wait for a moment of the next, and kill a process that lives then."""
+        finished = self._finished() + self.random.choice((0, 0, 1, 1, 2, 3))
+        delay = self.random.uniform(0.0, 15.0)  # of a step's some 10 to 30 s
         kinds = list(KINDS)
         self.random.shuffle(kinds)
+        while self._finished() < finished and loop.poll() is None:
+            time.sleep(0.05)
         deadline = time.monotonic() + delay
         while time.monotonic() < deadline and loop.poll() is None:
             time.sleep(0.01)
@@ -125,11 +128,14 @@ class Chaos:
 
     def _phase(self) -> str:
         """The step that is being made: launched, and without a result."""
-        open_steps = [
-            path.parent for path in self.paths.root.glob("phases/*/*/launch.json")
+        launches = [
+            path for path in self.paths.root.glob("phases/*/*/launch.json")
             if not (path.parent / "result.json").exists()
         ]  # fmt: skip
-        return open_steps[-1].name if open_steps else "between"
+        return max(launches, key=lambda path: path.stat().st_mtime).parent.name if launches else "between"
+
+    def _finished(self) -> int:
+        return len(Manifest.read(self.paths.manifest).finished) if self.paths.manifest.exists() else 0
 
     def _nothing_is_left_behind(self) -> None:
         mounts = Path("/proc/mounts").read_text()
