@@ -168,7 +168,9 @@ def _report(error: T1Error, status: int) -> int:
     if os.environ.get("T1_DEBUG") == "1":
         traceback.print_exc()
     else:
-        print(f"error: {error}", file=sys.stderr)
+        from megatron_t1.report.printable import printable
+
+        print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
     return status
 
 

@@ -17,9 +17,12 @@ With W warm-up iterations, loop iteration i samples with policy max(0, i - W); p
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_t1.errors import T1Error
 
 _NUMBERED = re.compile(r"iter_(\d{4,18})", re.ASCII)
 
@@ -39,6 +42,19 @@ def numbered(parent: str | Path) -> list[Path]:
     parent = Path(parent)
     found = [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     return sorted((entry for entry in found if number_of(entry) is not None), key=number_of)
+
+
+def within(path: str | Path, root: str | Path) -> Path:
+    """`path` relative to `root`, by the names on the way as well as by where links lead.
+
+    Raises:
+        T1Error: it doesn't lie there, however one looks at it.
+    """
+    for inner in (Path(os.path.abspath(path)), Path(path).resolve()):
+        for outer in (Path(os.path.abspath(root)), Path(root).resolve()):
+            if inner.is_relative_to(outer):
+                return inner.relative_to(outer)
+    raise T1Error(f"this doesn't lie in {root}", where=str(path), remedy="name a path in the run directory")
 
 
 def _name(number: int) -> str:

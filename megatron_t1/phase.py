@@ -8,6 +8,7 @@ reads terabytes; the phase that reads the large ones compares theirs first (`req
 from __future__ import annotations
 
 import json
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 
 from megatron_t1 import atomic
 from megatron_t1.errors import IncompleteError
-from megatron_t1.paths import RunPaths
+from megatron_t1.paths import RunPaths, within
 
 RESULT_FILE = "result.json"
 RESULT_VERSION = 1
@@ -42,7 +43,8 @@ class PhaseResult:
     version: int = RESULT_VERSION
 
     def write(self, directory: Path) -> None:
-        atomic.write_json(directory / RESULT_FILE, asdict(self))
+        """Numbers that aren't finite, which JSON doesn't have, become null, as in metrics.jsonl."""
+        atomic.write_json(directory / RESULT_FILE, _without_nan(asdict(self)))
 
     @classmethod
     def read(cls, directory: Path) -> PhaseResult:
@@ -50,13 +52,23 @@ class PhaseResult:
         try:
             raw = json.loads(path.read_text())
             outputs = [WrittenFile(**item) for item in raw.pop("outputs")]
+            for numbers in (raw.get("metrics", {}), raw.get("timings_s", {})):
+                numbers.update({name: math.nan for name, value in numbers.items() if value is None})
             return cls(**raw, outputs=outputs)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise IncompleteError(
                 f"no readable phase result: {error}",
                 where=str(path),
                 remedy="run the phase again; its inputs are intact",
             ) from error
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def missing_outputs(result: PhaseResult, run_dir: Path, *, digests: bool = False) -> list[str]:
@@ -82,7 +94,7 @@ def require_recorded(
         IncompleteError: a file is missing, was changed or added; names it with the expected and the found value.
     """
     result = PhaseResult.read(paths.phase(iteration, phase))
-    prefix = f"{directory.resolve().relative_to(paths.root)}/"
+    prefix = f"{within(directory, paths.root)}/"
     recorded = sorted((file for file in result.outputs if file.path.startswith(prefix)), key=lambda file: file.path)
     known = {file.path for file in recorded}
     wrong = _differences(recorded[part::parts], paths.root, up_to=None)

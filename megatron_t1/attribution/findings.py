@@ -37,6 +37,11 @@ class Scored:
     def of(self, name: str) -> list[np.ndarray]:
         return [scores[name] for scores in self.scores]
 
+    def not_finite(self, name: str) -> int:
+        """Tokens without a finite log-prob under a setting. NaN in a re-rendered stream is a token it doesn't have."""
+        absent = np.isinf if self.alternatives[name].setting.retokenised else lambda numbers: ~np.isfinite(numbers)
+        return sum(int(absent(numbers).sum()) for numbers in self.of(name))
+
     @property
     def sampler(self) -> list[np.ndarray]:
         return [trajectory.logprobs[trajectory.loss_mask] for trajectory in self.trajectories]
@@ -58,6 +63,7 @@ def findings(scored: Scored, decode: Callable[[np.ndarray], str], worst: int) ->
             {
                 **alternative.to_json(),
                 **measures[name].to_json(),
+                "not_finite": scored.not_finite(name),
                 "routes": dict(scored.routes.get(name, {})),
                 "worst": worst_tokens(scored, name, decode, worst),
             }

@@ -21,6 +21,8 @@ import numpy as np
 
 from megatron_t1.attribution.settings import TOKENS
 
+# 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom: few trajectories have a wider interval.
+STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 NORMAL_95 = 1.96
 LEAST_SHARE = 0.01  # a smaller part of the gap is not worth a pass of its own
 
@@ -48,10 +50,12 @@ def paired_sums(trainer: Sequence[np.ndarray], baseline: Sequence[np.ndarray], s
     Args:
         trainer: float [N] of each trajectory, NaN where the setting has no counterpart of the token.
         baseline, sampler: the same tokens as training scores them, and as they were sampled.
+
+    A token that any of the three has no finite number of is left out.
     """
     rows, largest = [], 0.0
     for scored, before, sampled in zip(trainer, baseline, sampler, strict=True):
-        known = np.isfinite(scored)
+        known = np.isfinite(scored) & np.isfinite(before) & np.isfinite(sampled)
         difference = scored[known].astype(np.float64) - sampled[known]
         gap, old = np.abs(difference), np.abs(before[known].astype(np.float64) - sampled[known])
         kl = np.expm1(difference) - difference
@@ -107,8 +111,17 @@ def measure(sums: Sums) -> Measure:
         kl=float(sums.kl.sum()) / tokens,
         largest=sums.largest,
         change=change,
-        error=NORMAL_95 * ratio_error(sums.change, sums.tokens),
+        error=quantile_95(int((sums.tokens > 0).sum()) - 1) * ratio_error(sums.change, sums.tokens),
     )
+
+
+def quantile_95(freedom: int) -> float:
+    """Half of a 95% interval in standard errors: of Student's t with so many degrees of freedom; NaN for none."""
+    if freedom < 1:
+        return float("nan")
+    if freedom <= len(STUDENT_95):
+        return STUDENT_95[freedom - 1]
+    return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)  # Cornish and Fisher's first term, within 0.03
 
 
 def ratio_error(numerators: np.ndarray, denominators: np.ndarray) -> float:

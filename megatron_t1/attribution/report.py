@@ -13,6 +13,7 @@ from rich.text import Text
 from megatron_t1.attribution.settings import BASELINE, COMPONENTS, TOGETHER_MORE
 from megatron_t1.report.show import make_table
 
+FEW = 4  # trajectories; fewer have hardly an interval; ours
 LARGE = 100.0  # a change of more than this many times the gap is shown as a factor
 
 
@@ -34,6 +35,19 @@ def print_report(report: Mapping[str, Any], console: Console, *, worst: int) -> 
     if report["of_other_policies"]:
         console.print(
             f"{report['of_other_policies']} trajectories have turns that another policy sampled, by what they state",
+            style="red",
+            highlight=False,
+        )
+    for setting in report["settings"]:
+        if setting["not_finite"]:
+            console.print(
+                f"{setting['label']}: {setting['not_finite']:,} tokens have no finite log-prob and are left out",
+                style="red",
+                highlight=False,
+            )
+    if report["sample"] < FEW:
+        console.print(
+            f"{report['sample']} trajectories say little about others: nothing can be attributed with any certainty",
             style="red",
             highlight=False,
         )

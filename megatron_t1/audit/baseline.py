@@ -6,6 +6,7 @@ commands and outputs is written by the chat format again and encoded. The result
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import numpy as np
 from megatron_t1.audit.compare import align
 from megatron_t1.errors import ConfigError
 from megatron_t1.rollout.formats import ChatFormat, Command, load_format
-from megatron_t1.trajectory.record import Origin, Trajectory
+from megatron_t1.trajectory.record import Header, Origin, Trajectory
 from megatron_t1.trajectory.views import Span, spans
+
+OWN_FORMATS = ("chatml_bash", "template")
+_RENDERERS = re.compile(r"renderers:[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Baseline:
         drifted_in_loss: trajectories with a sampled token that differs.
         loss_tokens_drifted: sampled tokens of changed turns from their first to their last difference.
         turns_drifted: sampled spans that come out as other tokens.
+        problem: why there is none, or none of the rest; "" where everything was counted.
     """
 
     chat_format: str
@@ -39,9 +44,11 @@ class Baseline:
     context_tokens_drifted: int = 0
     turns: int = 0
     turns_drifted: int = 0
+    problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        return found if self.problem else {name: value for name, value in found.items() if name != "problem"}
 
     def add(self, trajectory: Trajectory, chat: ChatFormat) -> None:
         """Count one trajectory."""
@@ -81,6 +88,21 @@ def rerendered(trajectory: Trajectory, chat: ChatFormat) -> list[tuple[Span, np.
             again = chat.tokenizer.encode_template(chat.decode(ids))
         found.append((span, np.asarray(again, np.int32)))
     return found
+
+
+def format_of_record(header: Header) -> str:
+    """The name of the chat format that a record states, if it is one of this package's own.
+
+    A record is data: it may choose among known formats, and never name code to be run or a file to be read.
+
+    Raises:
+        ConfigError: it states none, or another one.
+    """
+    name = header.contract.chat_format if header.contract is not None else ""
+    if name in OWN_FORMATS or _RENDERERS.fullmatch(name):
+        return name
+    said = f"the record names the chat format {name!r}" if name else "the record names no chat format"
+    raise ConfigError(said, where=f"trajectory {header.trajectory_id}", remedy="name one with --chat-format")
 
 
 def baseline_format(name: str, model_dir: str | Path) -> ChatFormat:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from megatron_t1 import atomic
 from megatron_t1.audit.findings import Finding, Kind
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.config.schema import Config
@@ -16,6 +15,7 @@ from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths, number_of, numbered
 from megatron_t1.phase import RESULT_FILE, PhaseResult, WrittenFile
+from megatron_t1.regular import require_regular, sha256_regular
 
 PHASE_OF = {"rollouts": "rollout", "evaluations": "evaluation"}  # kind of records -> the phase that writes them
 BOOKS = ("manifest.json", "phases")  # what only a run has
@@ -28,14 +28,14 @@ class Books:
     Attributes:
         config: None where there is none, or it can't be read.
         has_manifest: whether a readable manifest says which steps are finished.
-        results: result of the phase that wrote each directory of records, by the directory.
+        results: result of the phase that wrote each directory of records, by the directory's kind and number.
         problems: what is wrong with the books themselves.
     """
 
     root: Path
     config: Config | None = None
     has_manifest: bool = False
-    results: dict[Path, PhaseResult] = field(default_factory=dict)
+    results: dict[tuple[str, int], PhaseResult] = field(default_factory=dict)
     problems: list[Finding] = field(default_factory=list)
 
 
@@ -51,44 +51,53 @@ def read_books(root: Path) -> Books:
     kept = keeps_books(paths.root)
     if paths.config.exists():
         try:
+            require_regular(paths.config)
             books.config = load_run_config(paths.root)
-        except T1Error as error:
+        except (T1Error, OSError) as error:
             books.problems.append(_unreadable(paths.config.name, error))
     elif kept:
         books.problems.append(Finding(Kind.RECORDED, "config.yaml: missing"))
     finished: dict[tuple[int, str], str] = {}
     if paths.manifest.exists():
         try:
+            require_regular(paths.manifest)
             finished = {step.key: step.result_sha256 for step in Manifest.read(paths.manifest).finished}
             books.has_manifest = True
-        except (T1Error, RecursionError) as error:
+        except (T1Error, OSError, RecursionError) as error:
             books.problems.append(_unreadable(paths.manifest.name, error))
     elif kept:
         books.problems.append(Finding(Kind.RECORDED, "manifest.json: missing"))
     for (iteration, phase), digest in sorted(finished.items()):
         books.problems += _result_problem(paths, paths.phase(iteration, phase) / RESULT_FILE, digest)
-    for directory in numbered(paths.root / "phases"):
+    try:
+        phases = numbered(paths.root / "phases")
+    except OSError as error:
+        books.problems.append(_unreadable("phases", error))
+        phases = []
+    for directory in phases:
         for kind, phase in PHASE_OF.items():
             path = directory / phase / RESULT_FILE
-            if not path.exists():
-                continue
             try:
+                if not path.exists():
+                    continue
+                require_regular(path)
                 result, records = _read_result(paths, path, kind)
-            except (T1Error, AttributeError, RecursionError) as error:
+                set_aside = _set_aside(paths.root, records)
+            except (T1Error, OSError, AttributeError, RecursionError) as error:
                 books.problems.append(_unreadable(str(path.relative_to(paths.root)), error))
                 continue
-            if (number_of(directory), phase) in finished or not _set_aside(paths.root, records):
-                books.results[records] = result
+            if (number_of(directory), phase) in finished or not set_aside:
+                books.results[kind, number_of(records)] = result
     return books
 
 
 def _result_problem(paths: RunPaths, path: Path, digest: str) -> list[Finding]:
     """Whether the result of a finished step is the one that the manifest names."""
     name = path.relative_to(paths.root)
-    if not path.exists():
-        return [Finding(Kind.RECORDED, f"{name}: missing, and manifest.json says that the step is finished")]
     try:
-        if atomic.sha256_file(path) == digest:
+        if not path.exists():
+            return [Finding(Kind.RECORDED, f"{name}: missing, and manifest.json says that the step is finished")]
+        if sha256_regular(path) == digest:
             return []
     except OSError as error:
         return [Finding(Kind.UNREADABLE, f"{name}: {error.strerror}")]
@@ -117,5 +126,9 @@ def _set_aside(root: Path, records: Path) -> bool:
 
 
 def _unreadable(name: str, error: Exception) -> Finding:
-    problem = error.problem if isinstance(error, T1Error) else f"{type(error).__name__}: {error}"
+    problem = f"{type(error).__name__}: {error}"
+    if isinstance(error, T1Error):
+        problem = error.problem
+    elif isinstance(error, OSError):
+        problem = error.strerror or problem
     return Finding(Kind.UNREADABLE, f"{name}: {' '.join(problem.split())}")

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from megatron_t1.audit.evidence import Evidence
 from megatron_t1.audit.findings import Finding, Kind, TrajectoryAudit
 from megatron_t1.audit.view import TrainedView
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.exchange import common_prefix
 from megatron_t1.trajectory.exchange_reader import Exchanged, LoggedSession, rebuild
-from megatron_t1.trajectory.record import IMPORTED, Origin, Trajectory
+from megatron_t1.trajectory.record import IMPORTED, Header, Origin, Trajectory
 from megatron_t1.trajectory.selection import trainable
 from megatron_t1.trajectory.views import tokens_before_last_loss
 
+TEMPLATE = "template_sha256"  # of the chat template: key of Header.extra, of a log's facts, of what a run expects
 CONTRACT_FIELDS = frozenset(field.name for field in fields(SamplingContract))
 
 
@@ -86,6 +88,31 @@ def compare(
     return audit
 
 
+def compare_unpointed(
+    trajectory: Trajectory, view: TrainedView, evidence: Evidence, *, routes: bool = True
+) -> TrajectoryAudit | None:
+    """Of a record that points to no session: with the one that a log beside it has all the same.
+
+    Of several plays the one that fits best is taken. That the pointer is gone is a finding in itself, also where there
+    is no such session, unless nothing was sampled or the record is an import.
+
+    Returns:
+        None where there is nothing to compare with, and nothing wrong with that.
+    """
+    header = trajectory.header
+    known = evidence.sessions_of(header.trajectory_id)
+    if known:
+        found = [(place, compare(trajectory, view, session, facts, routes=routes)) for place, session, facts in known]
+        place, audit = min(reversed(found), key=lambda item: len(item[1].findings))
+        audit.findings.append(Finding(Kind.LOG_MISSING, f"the record points to none, though it is {place}"))
+        return audit
+    if IMPORTED in header.extra or not (trajectory.origin == Origin.SAMPLED).any():
+        return None
+    audit = describe(trajectory, view)
+    audit.findings.append(Finding(Kind.LOG_MISSING, "the record points to none"))
+    return audit
+
+
 def describe(trajectory: Trajectory, view: TrainedView) -> TrajectoryAudit:
     """What the record alone can be checked for."""
     header = trajectory.header
@@ -100,6 +127,7 @@ def describe(trajectory: Trajectory, view: TrainedView) -> TrajectoryAudit:
         trained=trainable(trajectory) or "",
     )
     audit.findings += _layout(trajectory, view)
+    audit.findings += _own_routes(trajectory)
     audit.findings += _coverage(trajectory)
     return audit
 
@@ -162,7 +190,9 @@ def _tokens(trajectory: Trajectory, view: TrainedView, exchanged: Exchanged, ali
     at, was = alignment.pairs(len(view.ids), len(exchanged.ids))
     turn, findings = trajectory.turn, []
     loss, sampled = view.loss_mask[at], exchanged.sampled[was]
-    own_mask = trajectory.excluded is not None and IMPORTED in trajectory.header.extra
+    # An import's own mask; no engine's client logs a turn without saying what it was sampled under.
+    foreign = IMPORTED in trajectory.header.extra and not any(turn.state for turn in exchanged.turns)
+    own_mask = trajectory.excluded is not None and foreign
     excluded = trajectory.excluded[at] if own_mask else np.zeros(len(at), bool)
     for kind, wrong in ((Kind.NOT_SAMPLED, loss & ~sampled), (Kind.NOT_TRAINED, sampled & ~loss & ~excluded)):
         if wrong.any():
@@ -201,12 +231,18 @@ def _contract(
     states = [turn.state for turn in exchanged.turns]
     stated = [{name: value for name, value in facts.items() if name in CONTRACT_FIELDS and value}]
     stated += [{name: value for name, value in state.items() if name in CONTRACT_FIELDS} for state in states]
-    return findings + contract_findings(header.contract, stated, "the engine")
+    if facts.get(TEMPLATE):
+        stated.append({TEMPLATE: facts[TEMPLATE]})
+    return findings + contract_findings(header, stated, "the engine")
 
 
-def contract_findings(contract: SamplingContract, stated: list[dict[str, Any]], who: str) -> list[Finding]:
-    """One finding for each field of the contract of which somebody else states another value."""
-    have, findings, seen = contract.to_json(), [], set()
+def contract_findings(header: Header, stated: list[dict[str, Any]], who: str) -> list[Finding]:
+    """One finding for each field of a record's contract of which somebody else states another value."""
+    if header.contract is None:
+        return []
+    have, findings, seen = {**header.contract.to_json(), TEMPLATE: header.extra.get(TEMPLATE)}, [], set()
+    if IMPORTED in header.extra:  # an import's contract may leave open what its source didn't say
+        have = {name: value for name, value in have.items() if value not in (None, "", 0)}
     for values in stated:
         for name, value in values.items():
             value = list(value) if isinstance(value, tuple) else value
@@ -216,13 +252,32 @@ def contract_findings(contract: SamplingContract, stated: list[dict[str, Any]], 
     return findings
 
 
+def _own_routes(trajectory: Trajectory) -> list[Finding]:
+    """Routes that can't be of the model that the record's own contract describes."""
+    contract, routes = trajectory.header.contract, trajectory.routes
+    if contract is None or routes is None or (IMPORTED in trajectory.header.extra and not contract.num_experts):
+        return []
+    _, layers, top_k = routes.shape
+    found = []
+    for name, said, has in (("num_moe_layers", contract.num_moe_layers, layers), ("top_k", contract.top_k, top_k)):
+        if said != has:
+            found.append(Finding(Kind.CONTRACT, f"{name}: the record has {said}, its routes {has}"))
+    rows = trajectory.routed
+    beyond = np.flatnonzero(rows & (routes.max(axis=(1, 2)) >= contract.num_experts))
+    if beyond.size:
+        detail = f"num_experts: the record has {contract.num_experts}, its routes expert {int(routes[beyond[0]].max())}"
+        loss = int(trajectory.loss_mask[beyond].sum())
+        found.append(_at(Kind.CONTRACT, detail, trajectory.turn, beyond, loss))
+    return found
+
+
 def _routes(trajectory: Trajectory, exchanged: Exchanged, alignment: Alignment) -> list[Finding]:
     """Rows of the record against the digests of what came with each answer, as far as positions are the same."""
     answers = [turn for turn in exchanged.turns if turn.routes_start >= 0]
-    if not answers:
-        return []
     if trajectory.routes is None:
-        return [Finding(Kind.ROUTES_MISSING, "the engine returned routes, the record has none")]
+        return [Finding(Kind.ROUTES_MISSING, "the engine returned routes, the record has none")] if answers else []
+    if not answers and IMPORTED in trajectory.header.extra:  # its source gave them beside the exchanges
+        return []
     findings, answered = [], np.zeros(len(trajectory), bool)
     for turn in answers:
         start, stop = turn.routes_start, turn.routes_start + turn.routes_rows
@@ -237,8 +292,11 @@ def _routes(trajectory: Trajectory, exchanged: Exchanged, alignment: Alignment) 
         fresh = hashlib.sha256(np.ascontiguousarray(trajectory.routes[new:stop])).hexdigest()
         if turn.routes_overlap and fresh == turn.new_routes_sha256:
             continue
-        at = np.arange(new, stop)
         detail = f"rows {new} to {stop - 1} aren't those that came with the answer"
+        if new == stop:
+            findings.append(Finding(Kind.ROUTES_CHANGED, detail))
+            continue
+        at = np.arange(new, stop)
         findings.append(_at(Kind.ROUTES_CHANGED, detail, trajectory.turn, at, int(exchanged.sampled[new:stop].sum())))
     made_up = np.flatnonzero(trajectory.routed & ~answered)
     known = len(exchanged.ids)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ from megatron_t1.errors import IncompleteError
 from megatron_t1.trajectory.exchange import REFERENCE, is_log, log_names
 from megatron_t1.trajectory.exchange_reader import ExchangeFile, LoggedSession, read_exchange
 from megatron_t1.trajectory.record import Header
+from megatron_t1.trajectory.typed import anything, fits, integer, text
+
+REFERENCE_SHAPE = {"log": text, "session": integer, None: anything}
+SHOWN = 80  # characters of a pointer that is none
 
 
 class Evidence:
@@ -42,10 +48,9 @@ class Evidence:
         reference = header.extra.get(REFERENCE)
         if reference is None:
             return None
-        try:
-            name, number = str(reference["log"]), int(reference["session"])
-        except (KeyError, TypeError, ValueError):
-            return Finding(Kind.LOG_MISSING, f"the record's pointer to it is {reference!r}")
+        if not fits(reference, REFERENCE_SHAPE):
+            return Finding(Kind.LOG_MISSING, f"the record's pointer to it is {ascii(reference)[:SHOWN]}")
+        name, number = reference["log"], reference["session"]
         if not is_log(name) or Path(name).name != name:
             return Finding(Kind.LOG_MISSING, f"{name!r} is no name of a log")
         if not os.path.lexists(self.directory / name):
@@ -58,8 +63,28 @@ class Evidence:
             return Finding(Kind.LOG_CUT, f"{name} has no session {number}")
         return session, log.facts
 
+    def sessions_of(self, trajectory_id: str) -> list[tuple[str, LoggedSession, dict[str, Any]]]:
+        """(place, session, facts of the engine) of every play of a trajectory that a readable log has, in order."""
+        return self._by_trajectory.get(trajectory_id, [])
+
+    @cached_property
+    def _by_trajectory(self) -> dict[str, list[tuple[str, LoggedSession, dict[str, Any]]]]:
+        found: dict[str, list[tuple[str, LoggedSession, dict[str, Any]]]] = {}
+        for log in self._readable():
+            for number, session in log.sessions.items():
+                place = f"session {number} of {log.path.name}"
+                found.setdefault(session.trajectory, []).append((place, session, log.facts))
+        return found
+
+    def _readable(self) -> Iterator[ExchangeFile]:
+        return (log for log in map(self.log, self.names()) if isinstance(log, ExchangeFile))
+
     def names(self) -> list[str]:
-        return log_names(self.directory)
+        """Of the logs; none where the directory can't be read, which is said by whoever lists the records."""
+        try:
+            return log_names(self.directory)
+        except OSError:
+            return []
 
     def file_findings(self, *, sealed: bool) -> list[Finding]:
         """What is wrong with the logs as files. One without its end is wrong where the records are sealed."""
@@ -74,8 +99,7 @@ class Evidence:
 
     def played(self) -> set[str]:
         """Ids of all trajectories that a readable log has a session of."""
-        logs = [log for log in map(self.log, self.names()) if isinstance(log, ExchangeFile)]
-        return {session.trajectory for log in logs for session in log.sessions.values()}
+        return {session.trajectory for log in self._readable() for session in log.sessions.values()}
 
 
 def _finding(name: str, error: IncompleteError) -> Finding:

@@ -32,6 +32,7 @@ class Kind(StrEnum):
     RESCORED = "another log-probability when scored again"
     RECORDED = "not as the run recorded it"
     NO_RECORD = "played, but without a record"
+    DUPLICATE = "one id twice"
     UNREADABLE = "unreadable"
 
 
@@ -41,7 +42,7 @@ LOGPROBS = frozenset({Kind.LOGPROB, Kind.LOGPROB_MISSING, Kind.RESCORED})
 ROUTES = frozenset({Kind.ROUTES_MISSING, Kind.ROUTES_CHANGED})
 CONTRACT = frozenset({Kind.CONTRACT, Kind.POLICY, Kind.TURN})
 LOGS = frozenset({Kind.LOG_MISSING, Kind.LOG_FOREIGN, Kind.LOG_CUT, Kind.LOG_DAMAGED})
-EVIDENCE = LOGS | {Kind.RECORDED, Kind.NO_RECORD, Kind.UNREADABLE}
+EVIDENCE = LOGS | {Kind.RECORDED, Kind.NO_RECORD, Kind.DUPLICATE, Kind.UNREADABLE}
 
 
 @dataclass(frozen=True)

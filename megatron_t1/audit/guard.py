@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_t1.audit.compare import compare
+from megatron_t1.audit.compare import compare, compare_unpointed
 from megatron_t1.audit.evidence import Evidence
 from megatron_t1.audit.findings import Finding
 from megatron_t1.audit.view import trained_views
@@ -21,7 +21,8 @@ from megatron_t1.trajectory.store import RolloutStore
 def require_no_drift(directory: str | Path, *, part: int = 0, parts: int = 1) -> int:
     """Compare the records of a directory with their exchange logs; return how many have one.
 
-    Records without a pointer to a log (imports, older rollouts) are not compared.
+    Imports without a log, and records of which nothing was sampled, are not compared. Any other record without a
+    pointer to a log is refused.
 
     Args:
         part, parts: look at every `parts`-th record only, where several processes share the work.
@@ -39,14 +40,17 @@ def check_records(trajectories: Iterable[Trajectory], evidence: Evidence) -> int
     compared = 0
     for trajectory in trajectories:
         found = evidence.session(trajectory.header)
-        if found is None:
-            continue
         if isinstance(found, Finding):
             raise _refused(found, evidence, trajectory)
         (view,) = trained_views([trajectory])
-        findings = compare(trajectory, view, *found, routes=False).findings
-        if findings:
-            raise _refused(findings[0], evidence, trajectory)
+        if found is None:
+            audit = compare_unpointed(trajectory, view, evidence, routes=False)
+        else:
+            audit = compare(trajectory, view, *found, routes=False)
+        if audit is None:
+            continue
+        if audit.findings:
+            raise _refused(audit.findings[0], evidence, trajectory)
         compared += 1
     return compared
 

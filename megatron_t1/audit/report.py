@@ -20,7 +20,7 @@ from megatron_t1.audit.baseline import Baseline
 from megatron_t1.audit.rescore import Rescored
 from megatron_t1.audit.run import LONG_TURNS, TargetAudit
 from megatron_t1.errors import IncompleteError
-from megatron_t1.paths import number_of
+from megatron_t1.report.printable import print_table, printable
 from megatron_t1.report.show import make_table
 
 FORMAT = "megatron-t1 audit"
@@ -99,7 +99,8 @@ def require_writable(path: str | Path) -> None:
 
 def write(path: str | Path, report: dict[str, Any]) -> None:
     """Write the report as JSON in which a trajectory without findings is one line."""
-    atomic.write_text(path, _lines(report) + "\n")
+    # A file name that is no UTF-8 holds lone surrogates, which JSON has an escape for.
+    atomic.write_bytes(path, (_lines(report) + "\n").encode("utf-8", "backslashreplace"))
 
 
 def _lines(value: Any, indent: str = "") -> str:
@@ -128,9 +129,14 @@ def print_report(
     rescored: Sequence[Rescored | None],
     console: Console,
 ) -> None:
-    console.print(audit_table(audits))
-    if any(baselines):
-        console.print(baseline_table(audits, baselines))
+    print_table(console, audit_table(audits))
+    if any(baseline is not None and baseline.trajectories for baseline in baselines):
+        print_table(console, baseline_table(audits, baselines))
+    for audit, baseline in zip(audits, baselines, strict=True):
+        if baseline is not None and baseline.problem:
+            done = f" after {baseline.trajectories} trajectories" if baseline.trajectories else ""
+            line = f"{short_label(audit)}: no baseline{done}: {printable(baseline.problem)}"
+            console.print(escape(line), style="yellow", highlight=False, soft_wrap=True)
     for audit, scores in zip(audits, rescored, strict=True):
         if scores is not None:
             console.print(f"{escape(short_label(audit))}: {scores}", highlight=False, soft_wrap=True)
@@ -142,7 +148,7 @@ def print_report(
     ]
     lines += [f"{short_label(audit)}: {finding}" for audit in audits for finding in audit.files]
     for line in lines[:SHOWN]:
-        console.print(escape(line), style="red", highlight=False, soft_wrap=True)
+        console.print(escape(printable(line)), style="red", highlight=False, soft_wrap=True)
     if len(lines) > SHOWN:
         console.print(f"... and {len(lines) - SHOWN} more; --report FILE writes all of them", style="red")
     unproven = sum(audit.totals()["unproven"] for audit in audits)
@@ -155,12 +161,13 @@ def print_report(
 def audit_table(audits: Sequence[TargetAudit]) -> Table:
     """One row for each target and, where there are several, one for all."""
     table = make_table("what training sees against what the engine saw and produced (counts of tokens)")
-    table.add_column("records", no_wrap=True)
-    for title in COLUMNS.values():
-        table.add_column(title, justify="right")
+    table.add_column("records", overflow="fold")
     rows = [(short_label(audit), audit.totals()) for audit in audits]
     if len(audits) > 1:
         rows.append(("all", total(audits)))
+    for name, title in COLUMNS.items():  # numbers are never cut: a long name is folded instead
+        longest = max(len(f"{totals[name]:,}") for _, totals in rows)
+        table.add_column(title, justify="right", min_width=longest)
     for label, totals in rows:
         cells = []
         for name in COLUMNS:
@@ -177,10 +184,10 @@ def baseline_table(audits: Sequence[TargetAudit], baselines: Sequence[Baseline |
     ):  # fmt: skip
         table.add_column(title, justify="left" if title in ("records", "format") else "right")
     for audit, baseline in zip(audits, baselines, strict=True):
-        if baseline is None:
+        if baseline is None or not baseline.trajectories:
             continue
         table.add_row(
-            escape(short_label(audit)), baseline.chat_format, f"{baseline.trajectories:,}",
+            escape(short_label(audit)), escape(printable(baseline.chat_format)), f"{baseline.trajectories:,}",
             f"{baseline.drifted:,}", f"{baseline.drifted / max(1, baseline.trajectories):.1%}",
             f"{baseline.loss_tokens_drifted:,}", f"{baseline.loss_tokens_drifted / max(1, baseline.loss_tokens):.2%}",
             f"{baseline.context_tokens_drifted:,}",
@@ -190,10 +197,10 @@ def baseline_table(audits: Sequence[TargetAudit], baselines: Sequence[Baseline |
 
 def short_label(audit: TargetAudit) -> str:
     """my_run, rollout 3; outside a run the last part of the path."""
-    path, number = Path(audit.target.label).resolve(), number_of(audit.target.directory.resolve())
-    if not audit.target.kind or audit.target.file is not None or number is None:
-        return path.name
-    return f"{path.parts[-3]}, {audit.target.kind.removesuffix('s')} {number}"
+    target = audit.target
+    if not target.kind or target.file is not None or target.number is None or target.root is None:
+        return printable(Path(target.label).resolve().name)
+    return printable(f"{target.root.name}, {target.kind.removesuffix('s')} {target.number}")
 
 
 def _relative(path: str) -> str:

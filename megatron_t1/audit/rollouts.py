@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_t1.audit.targets import Target, find_all
+from megatron_t1.audit.targets import Target, find_all, places_of
 from megatron_t1.errors import IncompleteError, T1Error
 
 
@@ -42,4 +42,4 @@ def rollouts_of(paths: Iterable[str]) -> list[Target]:
 
 def _is_evaluation(target: Target) -> bool:
     """Whether the records lie where a run keeps its evaluations."""
-    return target.root is not None and target.directory.resolve().parent.name == "evaluations"
+    return target.root is not None and any(where.parent.name == "evaluations" for where in places_of(target.directory))

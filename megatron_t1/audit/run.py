@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_t1 import atomic
-from megatron_t1.audit.compare import compare, contract_findings, describe
+from megatron_t1.audit.compare import compare, compare_unpointed, contract_findings, describe
 from megatron_t1.audit.evidence import Evidence
 from megatron_t1.audit.findings import CONTRACT, DRIFT, EVIDENCE, LOGPROBS, MASK, ROUTES, Finding, Kind, TrajectoryAudit
 from megatron_t1.audit.targets import Target
 from megatron_t1.audit.view import TrainedView, trained_views
 from megatron_t1.errors import T1Error
 from megatron_t1.phase import SMALL_BYTES, missing_outputs
+from megatron_t1.regular import sha256_regular
 from megatron_t1.trajectory.record import IMPORTED, Trajectory
 from megatron_t1.trajectory.store import SUFFIX
 
@@ -69,6 +69,8 @@ def audit_target(target: Target, *, visit: Visitor | None = None) -> TargetAudit
         visit: called with each readable record and what was found, while its arrays are at hand.
     """
     result = TargetAudit(target)
+    # Asked before the records are listed: what is sealed later may hold some that weren't there yet.
+    sealed = target.is_sealed
     evidence = Evidence(target.directory)
     expected = target.expected()
     for batch in _batches(target.records()):
@@ -91,11 +93,11 @@ def audit_target(target: Target, *, visit: Visitor | None = None) -> TargetAudit
                 visit(record, audit)
             result.trajectories.append(audit)
     result.inputs = [_input(path) for path in target.files()]
-    unreadable = target.unreadable()
-    result.files = [*target.problems, *unreadable, *_recorded(target, result.inputs)]
+    unclear = [*target.unreadable(), *target.duplicates()]
+    result.files = [*target.problems, *unclear, *_recorded(target, result.inputs)]
     if target.file is None:
-        result.files += evidence.file_findings(sealed=target.is_sealed)
-        if target.is_sealed and not unreadable:  # nobody knows whose records are in a file that can't be read
+        result.files += evidence.file_findings(sealed=sealed)
+        if sealed and not unclear:  # nobody knows whose records are in a file that can't be read
             result.files += _unrecorded_plays(evidence.played() - {audit.trajectory for audit in result.trajectories})
     return result
 
@@ -129,16 +131,14 @@ def _audit(
     record: Trajectory, view: TrainedView, evidence: Evidence, expected: dict[str, Any], policy: int | None
 ) -> TrajectoryAudit:
     found = evidence.session(record.header)
-    if found is None or isinstance(found, Finding):
+    if found is None:
+        audit = compare_unpointed(record, view, evidence) or describe(record, view)
+    elif isinstance(found, Finding):
         audit = describe(record, view)
-        if found is not None:
-            audit.findings.append(found)
-        elif record.header.contract is not None and IMPORTED not in record.header.extra:
-            audit.findings.append(Finding(Kind.LOG_MISSING, "the record points to none"))
+        audit.findings.append(found)
     else:
         audit = compare(record, view, *found)
-    if record.header.contract is not None:
-        audit.findings += contract_findings(record.header.contract, [expected], "the run's configuration")
+    audit.findings += contract_findings(record.header, [expected], "the run's configuration")
     others = sorted({version for version in record.header.policy_versions if version != policy})
     if policy is not None and others and IMPORTED not in record.header.extra:
         detail = f"the record says {', '.join(map(str, others))}, the run's iteration {policy}"
@@ -173,7 +173,7 @@ def _batches(records: Iterator[tuple[str, Trajectory | T1Error]]) -> Iterator[li
 
 def _input(path: Path) -> dict[str, Any]:
     try:
-        return {"path": str(path), "size": path.stat().st_size, "sha256": atomic.sha256_file(path)}
+        return {"path": str(path), "size": path.stat().st_size, "sha256": sha256_regular(path)}
     except OSError as error:  # what can't be opened is a finding of whoever needed it
         return {"path": str(path), "unreadable": error.strerror or str(error)}
 

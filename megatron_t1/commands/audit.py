@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_t1.audit.baseline import Baseline, baseline_format
+from megatron_t1.audit.baseline import Baseline, baseline_format, format_of_record
 from megatron_t1.audit.findings import TrajectoryAudit
 from megatron_t1.audit.report import as_json, print_report, require_writable, write
 from megatron_t1.audit.rescore import Rescored, can_rescore, choose, rescore
@@ -17,8 +17,9 @@ from megatron_t1.audit.targets import Target, find_all
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.config.schema import EngineConfig
-from megatron_t1.errors import ConfigError, IncompleteError
+from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.paths import RunPaths
+from megatron_t1.report.printable import printable
 from megatron_t1.report.show import make_console
 from megatron_t1.trajectory.record import Trajectory
 
@@ -31,7 +32,7 @@ def audit(invocation: Invocation) -> int:
             require_writable(options.report)
         return _audit(options, find_all(options.paths))
     except IncompleteError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error: " + "\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
         return UNREADABLE
 
 
@@ -39,10 +40,12 @@ def _audit(options: argparse.Namespace, targets: list[Target]) -> int:
     audits: list[TargetAudit] = []
     baselines: list[Baseline | None] = []
     rescored: list[Rescored | None] = []
-    for target in targets:
-        model = Path(options.model) if options.model else None
-        wants_baseline = options.baseline and target.holds_records
-        baseline = _Baseline(target, model, options.chat_format) if wants_baseline else None
+    model = Path(options.model) if options.model else None
+    wanted = [
+        _Baseline(target, model, options.chat_format) if options.baseline and target.holds_records else None
+        for target in targets
+    ]  # before the work: a model that isn't named is said at once
+    for target, baseline in zip(targets, wanted, strict=True):
         held: dict[str, tuple[Trajectory, TrajectoryAudit]] = {}
 
         def visit(record: Trajectory, found: TrajectoryAudit, baseline=baseline, held=held) -> None:
@@ -83,20 +86,28 @@ def _options(invocation: Invocation) -> argparse.Namespace:
 
 
 class _Baseline:
-    """Counts the baseline of one target; the format is that of the run, or of the first record's contract."""
+    """Counts the baseline of one target.
+
+    The format is the one that was asked for, or the run's own; outside a run that of the first record's contract, if it
+    is a known one. A target without one has no baseline, which the report says.
+    """
 
     def __init__(self, target: Target, model: Path | None, chat_format: str | None):
         self.model = model or _model_of(target, "--baseline")
-        self.name = chat_format
-        self.counted = Baseline(chat_format or "")
-        self._chat = None
+        self.name = chat_format or (target.run.model.chat_format if target.run is not None else "")
+        self.counted = Baseline(self.name)
+        self._chat = baseline_format(chat_format, self.model) if chat_format else None
 
     def add(self, record: Trajectory) -> None:
-        if self._chat is None:
-            contract = record.header.contract
-            self.counted.chat_format = self.name or (contract.chat_format if contract is not None else "")
-            self._chat = baseline_format(self.counted.chat_format, self.model)
-        self.counted.add(record, self._chat)
+        if self.counted.problem:
+            return
+        try:
+            if self._chat is None:
+                self.counted.chat_format = self.name or format_of_record(record.header)
+                self._chat = baseline_format(self.counted.chat_format, self.model)
+            self.counted.add(record, self._chat)
+        except T1Error as error:
+            self.counted.problem = " ".join(error.problem.split())
 
 
 def _rescore(

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_t1 import atomic
 from megatron_t1.attribution.findings import Scored, findings
 from megatron_t1.attribution.job import OUTCOME_FILE, Job
 from megatron_t1.attribution.measures import Step
-from megatron_t1.attribution.report import print_report
+from megatron_t1.attribution.report import FEW, print_report
 from megatron_t1.attribution.retokenised import Retokenised, retokenise
 from megatron_t1.attribution.settings import Alternative, Kept, alternatives, as_trained
 from megatron_t1.audit.baseline import baseline_format
@@ -26,13 +27,14 @@ from megatron_t1.audit.rescore import choose
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.commands.configuration import model_problems
-from megatron_t1.commands.run import say, stoppable
+from megatron_t1.commands.run import STARTS_AGAIN, say, stoppable
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.config.inputs import device_problems, missing_inputs
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import unbuildable
 from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.loop.launcher import PhaseCommand, make_launcher, require_success
+from megatron_t1.loop.outside import OUTSIDE, phase_outside_the_loop
 from megatron_t1.loop.runner import stop_signals
 from megatron_t1.paths import Counters, RunPaths, number_of, numbered
 from megatron_t1.report.show import make_console
@@ -86,7 +88,7 @@ def gap(invocation: Invocation) -> int:
         say(f"report: {out}")
         return 0
 
-    return stoppable(work)
+    return stoppable(work, afterwards=STARTS_AGAIN)
 
 
 def _options(invocation: Invocation) -> argparse.Namespace:
@@ -99,10 +101,21 @@ def _options(invocation: Invocation) -> argparse.Namespace:
     parser.add_argument("--no-replay", action="store_true")
     parser.add_argument("--out", metavar="FILE")
     options = parser.parse_args(invocation.arguments)
-    if min(options.sample, options.worst, options.seed) < 0:
-        raise ConfigError("--sample, --worst and --seed take numbers that aren't negative")
+    if min(options.sample, options.worst, options.seed) < 0 or options.iteration < -1:
+        raise ConfigError("--iteration, --sample, --worst and --seed take numbers that aren't negative")
+    if 0 < options.sample < FEW:
+        raise ConfigError(
+            f"--sample {options.sample}: what a gap consists of can't be told from fewer than {FEW} "
+            "trajectories; 0 takes all"
+        )
     if not RunPaths.of(options.run).config.is_file():
         raise IncompleteError("there is no run", where=options.run, remedy="name the run.dir of a `t1 run`")
+    if phase := phase_outside_the_loop(RunPaths.of(options.run).root):
+        raise IncompleteError(
+            f"this directory holds {OUTSIDE[phase].what}, which samples nothing",
+            where=options.run,
+            remedy="name the run.dir of a `t1 run`",
+        )
     return options
 
 
@@ -224,9 +237,9 @@ def _scored(
 
 @contextlib.contextmanager
 def _workplace(out: Path) -> Iterator[Path]:
-    """A directory beside the report, where all nodes see it; what failed leaves it with its logs."""
-    directory = out.resolve().with_name(f"{out.name}.work")
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    """A directory of its own beside the report, where all nodes see it; what failed leaves it with its logs."""
+    place = out.resolve().parent
+    place.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"{out.name}.work.", dir=place))
     yield directory
     shutil.rmtree(directory)

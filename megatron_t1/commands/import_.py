@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,12 +16,14 @@ from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.importing.foreign import Foreign, read_contract, write
 from megatron_t1.importing.harbor import TrialReader
 from megatron_t1.importing.jsonlines import read_lines
+from megatron_t1.importing.values import float32_problem
 from megatron_t1.loop.lock import RunLock
 from megatron_t1.loop.runner import opened
 from megatron_t1.loop.steps import total_iterations
 from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
+from megatron_t1.report.printable import printable
 from megatron_t1.trajectory.exchange import log_names
 from megatron_t1.trajectory.record import Trajectory
 from megatron_t1.trajectory.selection import select
@@ -41,7 +42,7 @@ def harbor(invocation: Invocation) -> int:
     reader = TrialReader(contract, scale=options.scale, routes=not options.no_routes)
     status = _write(options, (item for path in options.paths for item in reader.read(path)))
     for name, count in sorted((+reader.ignored).items()):
-        print(f"not imported: {name} ({count})")
+        print(printable(f"not imported: {name} ({count})"))
     return status
 
 
@@ -63,8 +64,8 @@ def _options(invocation: Invocation, name: str) -> argparse.Namespace:
         raise ConfigError(f"--iteration {options.iteration}: iterations count from 0", where=name)
     if options.options and not options.run:
         raise ConfigError("--options begin a run, and --out names none", where=name)
-    if name.endswith("harbor") and not math.isfinite(options.scale):
-        raise ConfigError(f"--scale {options.scale}: expected a finite number", where=name)
+    if name.endswith("harbor") and (problem := float32_problem(options.scale)):
+        raise ConfigError(f"--scale {options.scale} is {problem}", where=name)
     return options
 
 
@@ -74,9 +75,11 @@ def _write(options: argparse.Namespace, found: Iterable[Foreign | str]) -> int:
     skipped = [item for item in items if isinstance(item, str)]
     if not foreign:
         raise IncompleteError(
-            f"nothing could be imported: {len(skipped)} trials have no token ids",
+            f"nothing could be imported: {len(skipped)} trials have no token ids"
+            if skipped
+            else "nothing could be imported: there is no trajectory",
             where=", ".join(options.paths),
-            remedy="record them: Harbor's agents do with collect_rollout_details=true",
+            remedy="record them: Harbor's agents do with collect_rollout_details=true" if skipped else "",
         )
     if options.out:
         out = Path(options.out)
@@ -92,7 +95,7 @@ def _write(options: argparse.Namespace, found: Iterable[Foreign | str]) -> int:
     for reason, count in sorted(selection.counts.items()):
         print(f"  {count} left out by PPO: {reason}")
     if skipped:
-        print(f"{len(skipped)} trials without token ids were left out, for example {skipped[0]}")
+        print(f"{len(skipped)} trials without token ids were left out, for example {printable(skipped[0])}")
     print(f"next: t1 audit {out}")
     return 0
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_t1.audit.rollouts import rollouts_of
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import command_config, print_config, require_startable
-from megatron_t1.commands.run import phase, print_results, say, stoppable
+from megatron_t1.commands.run import STARTS_AGAIN, phase, print_results, say, stoppable
+from megatron_t1.config.inputs import other_reward
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.outside import OUTSIDE, run_outside
@@ -19,7 +20,7 @@ def sft(invocation: Invocation) -> int:
         return print_config(config, model=True)
     config.iteration = -1
     require_startable(config, ["model.path", "train.sft.demonstrations"])
-    return stoppable(lambda: _sft(config))
+    return stoppable(lambda: _sft(config), afterwards=STARTS_AGAIN)
 
 
 def _sft(config: Config) -> int:
@@ -39,15 +40,21 @@ def critic(invocation: Invocation) -> int:
     config.iteration = -1
     inputs = ["model.path", *(["train.critic.start"] if config.train.critic.start else [])]
     require_startable(config, inputs, more=_rollout_problems(config))
-    return stoppable(lambda: _warm_up(config))
+    return stoppable(lambda: _warm_up(config), afterwards=STARTS_AGAIN)
 
 
 def _rollout_problems(config: Config) -> list[str]:
+    """Why the stored rollouts can't be warmed up on; of imported records nobody knows the scale of their rewards."""
     try:
-        rollouts_of(config.train.critic.rollouts)
+        targets = rollouts_of(config.train.critic.rollouts)
     except T1Error as error:
         return [f"train.critic.rollouts: {error.where}: {error.problem}"]
-    return []
+    runs = {str(target.root): target.run.reward for target in targets if target.run is not None}
+    return [
+        f"train.critic.rollouts: {root}: {line}"
+        for root, reward in runs.items()
+        if (line := other_reward(reward, config.reward))
+    ]
 
 
 def _warm_up(config: Config) -> int:

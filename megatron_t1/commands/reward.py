@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,8 +18,8 @@ def analyze(invocation: Invocation) -> int:
     parser.add_argument("--scale", type=float, default=0.25)
     parser.add_argument("--top", type=int, default=10)
     options = parser.parse_args(invocation.arguments)
-    if not options.scale > 0 or options.top < 1:
-        raise ConfigError("--scale must be larger than 0 and --top at least 1")
+    if not 0 < options.scale < math.inf or options.top < 1:
+        raise ConfigError("--scale must be a finite number larger than 0, and --top at least 1")
     from megatron_t1 import atomic
     from megatron_t1.environment.trials import read_trials
     from megatron_t1.report.reward_view import print_analysis

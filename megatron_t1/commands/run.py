@@ -200,13 +200,8 @@ def _evaluate(config: Config, wanted: int) -> int:
         results = runner.execute(Step(iteration, ("evaluation",)))
     policy = Counters(iteration, config.loop.warmup_iterations).policy
     print_results(results)
-    from megatron_t1.report.evaluation import (
-        REPORT_FILE,
-        SUMMARY_FILE,
-        evaluate_summary,
-        print_evaluation,
-        write_report,
-    )
+    from megatron_t1.report.evaluation import REPORT_FILE, evaluate_summary, print_evaluation, write_report
+    from megatron_t1.report.summary_file import SUMMARY_FILE
 
     directory = RunPaths.of(config.run.dir).evaluation(policy)
     found = evaluate_summary(directory, solved_at=config.eval.solved_at)
@@ -247,16 +242,23 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def stoppable(work: Callable[[], int], stopped: Callable[[int], object] | None = None) -> int:
-    """Run `work`; a clean stop by a signal becomes its exit status, after `stopped(signal number)`."""
+RESUMES = "finished steps are kept, the same command goes on from there"
+STARTS_AGAIN = "the same command starts again from the beginning"
+
+
+def stoppable(
+    work: Callable[[], int], stopped: Callable[[int], object] | None = None, *, afterwards: str = RESUMES
+) -> int:
+    """Run `work`; a clean stop by a signal becomes its exit status, after `stopped(signal number)`.
+
+    Args:
+        afterwards: what is left of the work, and what the same command then does.
+    """
     try:
         return work()
     except Stopped as stop:
         number = stop.signal_number
-        print(
-            f"stopped by {signal.Signals(number).name}; finished steps are kept, the same command goes on from there",
-            file=sys.stderr,
-        )
+        print(f"stopped by {signal.Signals(number).name}; {afterwards}", file=sys.stderr)
         if stopped is not None:
             stopped(number)
         return 128 + number

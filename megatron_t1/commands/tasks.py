@@ -19,7 +19,7 @@ SHOWN, SHOWN_REASON = 40, 400  # rows of a table, and characters of a reason; al
 
 def check(invocation: Invocation) -> int:
     """Exit status 1 when a task is not sound."""
-    from rich.markup import escape
+    from rich.text import Text
 
     from megatron_t1.environment.check import LIST, TABLE, Checked, TaskCheck, summary
     from megatron_t1.environment.proof import Status
@@ -66,7 +66,7 @@ def check(invocation: Invocation) -> int:
     for column in ("task", "status", "why"):
         table.add_column(column, overflow="fold")
     for checked in unsound[:SHOWN]:
-        table.add_row(checked.name, checked.proof.status, escape(" ".join(checked.proof.reason.split())[:SHOWN_REASON]))
+        table.add_row(checked.name, checked.proof.status, Text(" ".join(checked.proof.reason.split())[:SHOWN_REASON]))
     if unsound:
         make_console().print(table)
     if len(unsound) > SHOWN:

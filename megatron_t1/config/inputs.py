@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_t1.config.compose import flatten
-from megatron_t1.config.schema import MISSING, Config
+from megatron_t1.config.compose import flatten, load_run_config
+from megatron_t1.config.schema import MISSING, Config, RewardConfig
+from megatron_t1.errors import T1Error
+from megatron_t1.paths import RunPaths, number_of
+from megatron_t1.phase import RESULT_FILE
 
 ADVICE = {
     "model.path": "`t1 model init` makes a tiny one, `t1 train sft` trains it",
@@ -36,7 +40,56 @@ def missing_inputs(config: Config, options: Iterable[str]) -> list[str]:
                 problems.append(f"{name} is not set")
             elif lacks := _lacks(option, Path(value)):
                 problems.append(f"{name}={value}: {lacks} ({ADVICE[option]})")
+            elif option == "train.critic.start":
+                problems += [f"{name}={value}: {line}" for line in _critic_problems(config, Path(value).resolve())]
     return problems
+
+
+def _critic_problems(config: Config, critic: Path) -> list[str]:
+    """Why a checkpoint can't be the first critic of this training, as far as small files beside it tell.
+
+    A critic that was copied without its run's directory says nothing of its rewards; those of a run do.
+    """
+    try:
+        role = json.loads((critic / "state.json").read_text())["role"]
+    except (OSError, ValueError, KeyError, TypeError):
+        role = ""
+    if role not in ("", "value"):
+        return [f"it is the checkpoint of a {role}, not of a critic"]
+    number = number_of(critic)
+    if number is None:
+        paths, phase = RunPaths.of(critic.parent), (0, "warmup")
+        own = paths.warm_critic
+    else:
+        paths, phase = RunPaths.of(critic.parents[2]), (number - 1, "critic")
+        own = paths.checkpoint("critic", number)
+    if own != critic or not paths.config.is_file():
+        return []
+    directory = paths.phase(*phase)
+    if directory.is_dir() and not (directory / RESULT_FILE).is_file():
+        return [f"the {phase[1]} phase that writes it isn't finished ({directory})"]
+    try:
+        before = load_run_config(paths.root)
+    except T1Error:
+        return []
+    problems = [line] if (line := other_reward(before.reward, config.reward)) else []
+    if before.train.gae.gamma != config.train.gae.gamma:
+        problems.append(
+            f"its values are for train.gae.gamma={before.train.gae.gamma:g}, here it is {config.train.gae.gamma:g}"
+        )
+    return problems
+
+
+def other_reward(theirs: RewardConfig, own: RewardConfig) -> str:
+    """How the reward that something was made with differs from the configured one; "" where it doesn't."""
+    differing = [
+        (name, there, here) for name, there in flatten(theirs).items() if there != (here := getattr(own, name))
+    ]
+    if not differing:
+        return ""
+    return "another reward: " + ", ".join(
+        f"reward.{name}={there}, here it is {here}" for name, there, here in differing
+    )
 
 
 def _lacks(option: str, directory: Path) -> str:

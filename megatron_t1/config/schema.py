@@ -6,6 +6,7 @@ does not give (learning rates, lambdas, reward scale, warm-up length, ...) are t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,11 @@ class LayoutConfig:
     dispatcher: str = "alltoall"  # alltoall | allgather
     recompute: str = "none"  # none | full | moe
     distributed_optimizer: bool = False
+
+    @property
+    def stream_multiple(self) -> int:
+        """What the tokens of a micro-batch are padded to a multiple of (`trajectory.layout`)."""
+        return math.lcm(2 * self.context if self.context > 1 else 1, self.context * self.tensor)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_t1.config.compose import flatten
 from megatron_t1.config.inputs import missing_inputs
-from megatron_t1.config.schema import MISSING, Config, ResourcesConfig
+from megatron_t1.config.schema import MISSING, Config, GaeConfig, ResourcesConfig
 from megatron_t1.config.targets import target_problems
 from megatron_t1.errors import ConfigError
 
@@ -201,9 +201,11 @@ def _cluster(config: Config) -> list[str]:
 
 def _rollout(config: Config) -> list[str]:
     rollout, train, problems = config.rollout, config.train, []
-    if rollout.max_context > train.capacity:
+    multiple = config.layout.stream_multiple
+    if -(-rollout.max_context // multiple) * multiple > train.capacity:
+        padded = f", padded to a multiple of {multiple} (layout.context, layout.tensor)," if multiple > 1 else ""
         problems.append(
-            f"rollout.max_context={rollout.max_context} exceeds train.capacity={train.capacity}: "
+            f"rollout.max_context={rollout.max_context}{padded} exceeds train.capacity={train.capacity}: "
             "a full trajectory would not fit one micro-batch"
         )
     if rollout.max_tokens_per_turn >= rollout.max_context:
@@ -368,6 +370,11 @@ def _training(config: Config) -> list[str]:
         options = getattr(train, role)
         if options.minibatches > trajectories:
             problems.append(f"train.{role}.minibatches={options.minibatches} exceeds the {trajectories} trajectories")
+    if train.gae.length_adaptive_alpha and train.gae.lambda_actor != GaeConfig().lambda_actor:
+        problems.append(
+            f"train.gae.length_adaptive_alpha={train.gae.length_adaptive_alpha:g} sets the actor's lambda, and so does "
+            f"lambda_actor={train.gae.lambda_actor:g}: give one of them"
+        )
     held_out = train.critic.warmup_holdout
     if held_out and train.critic.rollouts:
         if held_out < 64:

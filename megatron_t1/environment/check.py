@@ -73,14 +73,15 @@ class TaskCheck:
     ):
         self.out, self.env, self.repeats, self.tell = Path(out), env, repeats, tell
         self._settings = _settings(env, repeats)
-        self.folders = [_with_digest(folder) for folder in find_tasks(tasks)][: limit or None]
+        self._unreadable: dict[str, str] = {}
+        self.folders = [self._with_digest(folder) for folder in find_tasks(tasks)[: limit or None]]
         self.out.mkdir(parents=True, exist_ok=True)
         known = _read_results(self.out / RESULTS, self._settings)
         forget = {*Status.OF_MACHINE, *again}
         self.checked: dict[str, Checked] = {}
         for folder in self.folders:
             proof = known.get((folder.path.name, folder.sha256))
-            if proof is not None and proof.status not in forget:
+            if folder.sha256 and proof is not None and proof.status not in forget:
                 self.checked[folder.path.name] = Checked(folder, proof)
 
     @property
@@ -89,21 +90,34 @@ class TaskCheck:
 
     async def play(self, folder: TaskFolder, sandbox: Sandbox) -> None:
         """Prove one task; what goes wrong with it is its result."""
-        try:
-            task = await asyncio.to_thread(load_task, folder.path, engine_builds=builds_dockerfiles(self.env.sandbox))
-        except T1Error as error:
-            proof = Proof(Status.BROKEN, error.problem)
-        else:
-            if task.obstacles:
-                proof = Proof(Status.UNPLAYABLE, "; ".join(task.obstacles))
-            else:
-                limits = Limits(self.env.start_timeout_s, self.env.verifier_timeout_s)
-                proof = await prove(sandbox, task, repeats=self.repeats, limits=limits)
-                proof.notes += _notes(task, self.env.sandbox)
-        checked = Checked(folder, proof)
+        checked = Checked(folder, await self._proof(folder, sandbox))
         self._keep(checked)
         self.checked[checked.name] = checked
         self.tell(checked)
+
+    async def _proof(self, folder: TaskFolder, sandbox: Sandbox) -> Proof:
+        if folder.path.name in self._unreadable:
+            return Proof(Status.BROKEN, self._unreadable[folder.path.name])
+        try:
+            task = await asyncio.to_thread(load_task, folder.path, engine_builds=builds_dockerfiles(self.env.sandbox))
+        except T1Error as error:
+            return Proof(Status.BROKEN, error.problem)
+        except Exception as error:  # whatever a task's files do to a reader, the other tasks are checked
+            return Proof(Status.BROKEN, f"can't be read: {type(error).__name__}: {error}")
+        if task.obstacles:
+            return Proof(Status.UNPLAYABLE, "; ".join(task.obstacles))
+        limits = Limits(self.env.start_timeout_s, self.env.verifier_timeout_s)
+        proof = await prove(sandbox, task, repeats=self.repeats, limits=limits)
+        proof.notes += _notes(task, self.env.sandbox)
+        return proof
+
+    def _with_digest(self, folder: TaskFolder) -> TaskFolder:
+        """With no digest where its files can't be read: such a task is broken, and not known from an earlier check."""
+        try:
+            return TaskFolder(folder.path, task_digest(folder.path))
+        except OSError as error:
+            self._unreadable[folder.path.name] = readable(error).problem
+            return TaskFolder(folder.path)
 
     def finish(self, *, unproven: bool = False) -> list[Checked]:
         """Write list, baselines and table; returns what was found, sorted by name.
@@ -181,13 +195,6 @@ def _settings(env: EnvConfig, repeats: int) -> str:
     sandbox = {name: value for name, value in asdict(env.sandbox).items() if name not in ("scratch_dir", "host_uid")}
     settings = {"version": VERSION, "repeats": repeats, "verifier_s": env.verifier_timeout_s, "sandbox": sandbox}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _with_digest(folder: TaskFolder) -> TaskFolder:
-    try:
-        return TaskFolder(folder.path, task_digest(folder.path))
-    except OSError as error:
-        raise readable(error) from error
 
 
 def _read_results(path: Path, settings: str) -> dict[tuple[str, str], Proof]:

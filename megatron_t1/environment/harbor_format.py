@@ -10,24 +10,31 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_t1.environment.exec_limits import too_large
 from megatron_t1.environment.image import load_image, require_dockerfile
 from megatron_t1.environment.task import Resources, Step, Task
 from megatron_t1.environment.task_toml import check_document, size_in_mb
+from megatron_t1.environment.tree import walk
 from megatron_t1.errors import T1Error
 
 DEFAULT_TIMEOUT_S = 600.0
-MAX_TEXT_BYTES = 4 << 20  # of task.toml and of an instruction
+MAX_TEXT_BYTES = 4 << 20  # of an instruction
+MAX_TABLES_BYTES = 512 << 10  # of task.toml, and of another file that is parsed
+MAX_DEPTH = 32  # of tables in tables
 UNKNOWN_FIELDS = "unknown_fields"
 ROOT_USERS = (None, "root", 0, "0")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
+_KEY = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*+{_KEY}(?:\.[ \t]*+{_KEY}){{{MAX_DEPTH}}}", re.MULTILINE)
 _IGNORE_FILE = ".harborignore"
 
 
@@ -45,7 +52,7 @@ def read_task(directory: Path, *, engine_builds: bool = False) -> Task:
         problems.append(f"folder name {directory.name!r}: letters, digits, '.', '_' and '-' only")
     raw = _read_toml(directory, problems)
     found = check_document(raw)
-    problems += [f"task.toml: {problem}" for problem in found.problems]
+    problems += [f"task.toml: {problem}" for problem in found.problems or _too_large_environments(raw)]
     listed = raw.get("steps") or []
     instruction, steps = "", []
     if found.problems:
@@ -93,6 +100,12 @@ def _task(
         obstacles=tuple(obstacles),
         metadata=_plain(metadata),
     )
+
+
+def _too_large_environments(raw: dict[str, Any]) -> list[str]:
+    tables = {name: raw.get(name, {}).get("env", {}) for name in ("environment", "verifier", "solution")}
+    said = {name: too_large((), tables["environment"] | table) for name, table in tables.items()}
+    return [f"{name}.env: {problem}" for name, problem in said.items() if problem]
 
 
 def _resources(environment: dict[str, Any]) -> Resources:
@@ -196,21 +209,50 @@ def _require_environment(directory: Path, raw: dict[str, Any], problems: list[st
 
 
 def _links_out(directory: Path, name: str) -> list[str]:
-    root, folder = directory.resolve(), directory / name
+    folder = directory / name
     try:
-        links = [path for path in (folder, *folder.rglob("*")) if path.is_symlink()]
-        return [str(link.relative_to(folder)) for link in links if not link.resolve().is_relative_to(root)]
+        own = [] if not folder.is_symlink() or folder.resolve().is_relative_to(directory.resolve()) else ["."]
+        return own + (links_out(folder, directory) if folder.is_dir() else [])
     except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
         return [str(error)]
 
 
+def links_out(folder: Path, root: Path) -> list[str]:
+    """Links below a folder that lead out of `root`, or nowhere. Raises OSError: not all of it can be looked at."""
+    found, resolved = [], root.resolve()
+    for entry in walk(folder):
+        try:
+            if stat.S_ISLNK(entry.mode) and not Path(entry.path).resolve().is_relative_to(resolved):
+                found.append(entry.name)
+        except (OSError, RuntimeError):
+            found.append(entry.name)
+    return found
+
+
 def _read_toml(directory: Path, problems: list[str]) -> dict[str, Any]:
-    text = read_text(directory, "task.toml", problems)
+    text = read_text(directory, "task.toml", problems, MAX_TABLES_BYTES)
     try:
-        return tomllib.loads(text)
+        if _LONG_KEY.search(text):  # the time that tomllib takes for a key grows with the cube of its parts
+            raise RecursionError
+        raw = tomllib.loads(text)
+        if not _is_shallow(raw):
+            raise RecursionError
+        return raw
     except (ValueError, RecursionError) as error:
         problems.append(f"task.toml: {error if isinstance(error, ValueError) else 'nested too deeply'}")
         return {}
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for holder in level
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(item, dict | list)
+        ]
+    return not level
 
 
 def _instruction(directory: Path, name: str, problems: list[str]) -> str:
@@ -226,7 +268,7 @@ def _instruction(directory: Path, name: str, problems: list[str]) -> str:
     return text
 
 
-def read_text(directory: Path, name: str, problems: list[str]) -> str:
+def read_text(directory: Path, name: str, problems: list[str], limit: int = MAX_TEXT_BYTES) -> str:
     """Of a regular file in the task; "" and a problem where there is none."""
     path = directory / name
     try:
@@ -236,8 +278,8 @@ def read_text(directory: Path, name: str, problems: list[str]) -> str:
             problems.append(f"{name}: links out of the task")
         elif not path.is_file():
             problems.append(f"{name}: not a file")
-        elif path.stat().st_size > MAX_TEXT_BYTES:
-            problems.append(f"{name}: larger than {MAX_TEXT_BYTES >> 20} MiB")
+        elif path.stat().st_size > limit:
+            problems.append(f"{name}: larger than {limit >> 10} KiB")
         else:
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -15,10 +15,11 @@ from pathlib import Path
 from megatron_t1 import atomic
 from megatron_t1.environment import terminal_bench
 from megatron_t1.environment.digest import task_digest
+from megatron_t1.environment.dockerfile_words import literal
 from megatron_t1.environment.harbor_format import read_task
 from megatron_t1.environment.task import Files, Task
-from megatron_t1.environment.toml_text import quoted, toml_document
-from megatron_t1.errors import T1Error
+from megatron_t1.environment.toml_text import toml_document
+from megatron_t1.errors import T1Error, readable
 
 TASK_FILES = ("task.toml", "instruction.md", terminal_bench.TASK_FILE)
 SHOWN_PROBLEMS = 20
@@ -80,7 +81,7 @@ def load_tasks(path: str | Path, *, engine_builds: bool = False) -> list[Task]:
     for folder in folders:
         try:
             task = load_task(folder.path, engine_builds=engine_builds)
-            if folder.sha256 and folder.sha256 != task_digest(folder.path):
+            if folder.sha256 and folder.sha256 != _digest(folder.path):
                 problems.append(f"{folder.path.name}: changed since `t1 tasks check` proved it")
             elif task.obstacles:
                 problems.append(f"{folder.path.name}: can't be played: {'; '.join(task.obstacles)}")
@@ -119,6 +120,13 @@ def load_task(directory: str | Path, *, engine_builds: bool = False) -> Task:
             where=str(error.filename or directory),
             remedy="check its permissions",
         ) from error
+
+
+def _digest(directory: Path) -> str:
+    try:
+        return task_digest(directory)
+    except OSError as error:
+        raise readable(error) from error
 
 
 def write_list(path: str | Path, folders: Sequence[TaskFolder]) -> None:
@@ -166,7 +174,11 @@ def _list_entry(line: str, base: Path) -> TaskFolder:
 
 
 def write_task(task: Task, directory: str | Path) -> None:
-    """Write an in-memory task as a Harbor directory (which must not exist)."""
+    """Write an in-memory task as a Harbor directory (which must not exist).
+
+    Raises:
+        ValueError: it lies in a directory already, or a variable holds a line break.
+    """
     directory = Path(directory)
     if task.content is None:
         raise ValueError(f"task {task.name} already lies in {task.directory}")
@@ -175,7 +187,7 @@ def write_task(task: Task, directory: str | Path) -> None:
     (directory / "task.toml").write_text(_toml(task))
     workdir = task.image.workdir
     lines = ["FROM debian:12-slim"]
-    lines += [f"ENV {name}={quoted(value)}" for name, value in task.env.items()]
+    lines += [f"ENV {name}={literal(value)}" for name, value in task.env.items()]
     lines += [f"WORKDIR {workdir}/{path}" for path in task.content.directories]  # creates it, without a shell
     lines.append(f"WORKDIR {workdir}")
     _write_files(directory / "environment" / "files", task.content.files)

@@ -91,6 +91,9 @@ async def prove(sandbox: Sandbox, task: Task, *, repeats: int = 2, limits: Limit
     except T1Error as error:  # SandboxLost: also one of a machine that can't run it
         proof.status = Status.UNBUILDABLE
         proof.reason = f"{error.problem} ({error.where})" if error.where else error.problem
+    except Exception as error:  # one task doesn't end the check of all the others
+        proof.status = Status.UNBUILDABLE
+        proof.reason = f"the sandbox failed on it: {type(error).__name__}: {error}"
     proof.seconds = {name: round(seconds, 3) for name, seconds in proof.seconds.items()}
     return proof
 

@@ -10,23 +10,17 @@ import os
 import posixpath
 import re
 import shutil
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_t1.environment.results import PYTEST
-from megatron_t1.environment.sandbox.interface import Change
-from megatron_t1.environment.task import DEFAULT_WORKDIR, Files, Task
+from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import T1Error
 
 VERIFIER_DIR = "/logs/verifier"
 # Settings that pytest looks for beside the tests and in the folders above, up to /, where an agent may put some.
 PYTEST_SETTINGS = ("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg")
-_RUNS_PYTEST = re.compile(r"(?:^|[\s;&|(/])(?:pytest|py\.test)(?=\s|$|;|\))")
-_RUNS_MODULE = re.compile(r"\bpython[\d.]*\s(?:.*\s)?-m\s+(?:pytest|unittest)\b")
-# What `python -m pytest` looks for in the working directory before anywhere else.
-_IMPORTED = {*sys.stdlib_module_names, "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"}
-_CHANGES_DIRECTORY = re.compile(r"\bcd\s+[\"']?(/[^\s;&|\"']*)")
+_RUNS_PYTEST = re.compile(r"(?:^|[\s;&|(/]|-m)(?:pytest|py\.test)(?=\s|$|;|\))")
 _NO_RUN = re.compile(r"\b(?:install|which|type|add)\b|command -v|--version|^\s*(?:echo|#)")
 
 
@@ -73,40 +67,22 @@ def verifier_environment(task: Task, image_env: Mapping[str, str]) -> dict[str, 
     return env
 
 
-def planted(task: Task, changes: Iterable[Change]) -> str:
-    """A file that the agent added and that takes the place of a part of pytest or Python in the tests; "" for none.
-
-    `python -m pytest` puts the working directory first among the places that modules are looked for in.
-    """
-    places = {f"{place.rstrip('/')}/" for place in _places(task)}
-    for change in changes:
-        if change.kind != "added" or not change.path.endswith((".py", ".so", ".pyc")):
-            continue
-        for place in places:
-            first = change.path.removeprefix(place).partition("/")[0]
-            if change.path.startswith(place) and first.partition(".")[0] in _IMPORTED:
-                return change.path
-    return ""
-
-
-def runs_module(task: Task) -> bool:
-    """Whether tests/test.sh runs `python -m pytest` (or unittest), as far as its lines show."""
-    return any(_RUNS_MODULE.search(line) for line in _lines(task))
-
-
 def runs_pytest(task: Task) -> bool:
-    """Whether tests/test.sh runs pytest, as far as its lines show."""
+    """Whether tests/test.sh, or a shell script beside it that it names, runs pytest, as far as its lines show."""
     return any(_RUNS_PYTEST.search(line) and not _NO_RUN.search(line) for line in _lines(task))
 
 
-def _places(task: Task) -> set[str]:
-    """Directories that the tests may run in: the image's, and those that tests/test.sh names."""
-    named = {place for line in _lines(task) for place in _CHANGES_DIRECTORY.findall(line)}
-    try:
-        return {*named, task.image.workdir}
-    except T1Error:  # a Dockerfile that only a container engine can follow
-        return {*named, task.workdir or DEFAULT_WORKDIR}
+def asks_for_junit(task: Task) -> bool:
+    """Whether those scripts ask pytest for a JUnit report of their own, which takes the place of the one we ask for."""
+    return any("junit" in line.lower() for line in _lines(task))
 
 
 def _lines(task: Task) -> list[str]:
-    return task.test_files().get("test.sh", (b"", 0))[0].decode(errors="replace").splitlines()
+    """Lines of tests/test.sh and of the scripts it leads to; one that goes on in the next is one."""
+    files = {name: content for name, (content, _) in task.test_files().items() if name.endswith(".sh")}
+    reached, waiting = {}, ["test.sh"]
+    while waiting:
+        name = waiting.pop()
+        reached[name] = text = files.get(name, b"").decode(errors="replace").replace("\\\n", " ")
+        waiting += {other for other in files if other not in reached and posixpath.basename(other) in text} - {*waiting}
+    return [line for text in reached.values() for line in text.splitlines()]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Callable
 from xml.etree import ElementTree
 
@@ -16,6 +18,11 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 STATUSES = (PASSED, FAILED, SKIPPED, "pending", "other")  # CTRF's; only `passed` counts
 MAX_CHECKS = 10_000
 MAX_NAME = 1_000  # characters of a check's name
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")  # what float() takes is more: "0_1"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COUNT = r"[0-9]+ (?:subtests )?(?:passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?|rerun)"
+_LAST_LINE = re.compile(rf"^(?:=+ )?({_COUNT}(?:, {_COUNT})*) in [0-9.]+s\b", re.MULTILINE)
+_PASSED = re.compile(r"([0-9]+) x?passed")
 
 Statuses = dict[str, str]  # check name -> one of STATUSES
 
@@ -24,30 +31,43 @@ class ResultError(ValueError):
     """A result file that doesn't say what it must."""
 
 
+class EmptyReport(ResultError):
+    """A report of no check at all."""
+
+
 def read_ctrf(content: bytes) -> Statuses:
     """Status of each test of a Common Test Report. A name that comes again gets a number."""
     report = _json(content)
     try:
         results = report["results"]
         tests, summary = results["tests"], results.get("summary", {})
+        _require_count(len(tests))
         statuses = [(test["name"], test["status"]) for test in tests]
     except (TypeError, KeyError, AttributeError) as error:
         raise ResultError(f"no results.tests with name and status ({error!r})") from error
     checks: Statuses = {}
+    seen: Counter[str] = Counter()
     for name, status in statuses:
         if not isinstance(name, str) or status not in STATUSES:
             raise ResultError(f"check {_short(name)} has status {_short(status)}")
-        unique, number = name, 2
-        while unique in checks:
-            unique, number = f"{name} #{number}", number + 1
+        unique = name
+        while unique in checks:  # a number is tried once for each name, so that many of one name don't take long
+            seen[name] += 1
+            unique = f"{name} #{seen[name] + 1}"
         checks[unique] = status
     _require_sane(checks)
-    passed = sum(status == PASSED for status in checks.values())
-    for field, found in (("tests", len(checks)), ("passed", passed)):
-        said = summary.get(field, found) if isinstance(summary, dict) else None
-        if said != found:
-            raise ResultError(f"its summary says {field}={_short(said)}, its list of checks {found}")
+    _require_summary(summary, Counter(checks.values()))
     return checks
+
+
+def _require_summary(summary: object, found: Counter[str]) -> None:
+    """Every count that a CTRF summary gives must be that of its list."""
+    if not isinstance(summary, dict):
+        raise ResultError(f"its summary is {_short(summary)}")
+    for field, count in (("tests", found.total()), *((status, found[status]) for status in STATUSES)):
+        said = summary.get(field, count)
+        if isinstance(said, bool) or not isinstance(said, int | float) or said != count:
+            raise ResultError(f"its summary says {field}={_short(said)}, its list of checks {count}")
 
 
 def read_pytest(content: bytes) -> Statuses:
@@ -66,21 +86,38 @@ def read_pytest(content: bytes) -> Statuses:
     if not suites:
         raise ResultError(f"no testsuite in <{root.tag[:40]}>")
     checks: Statuses = {}
+    _require_count(sum(len(suite) for suite in suites))
     for suite in suites:
         cases = suite.findall("testcase")
         names = [_case_name(case) for case in cases]
         for name, case in zip(names, cases, strict=True):
             status = _case_status(case)
             checks[name] = status if checks.get(name, PASSED) == PASSED else checks[name]
-        said = suite.get("tests")
-        if said is not None and said not in (str(len(names)), str(len(set(names)))):
-            raise ResultError(f"a suite says tests={_short(said)}, it lists {len(names)}")
-        if (counts := [suite.get(kind, "0") for kind in ("failures", "errors")]) == ["0", "0"]:
-            continue
-        if not any(checks[name] == FAILED for name in names):
-            raise ResultError(f"a suite says failures={counts[0][:20]}, errors={counts[1][:20]}, it lists none")
+        # A failed teardown and each subtest are counted too, without a testcase of their own.
+        if (said := _said(suite, "tests", len(names))) < len(set(names)):
+            raise ResultError(f"a suite says tests={said}, it lists {len(names)}")
+        for field, tag in (("failures", "failure"), ("errors", "error")):
+            listed = sum(len(case.findall(tag)) for case in cases)
+            if (said := _said(suite, field, listed)) > listed:
+                raise ResultError(f"a suite says {field}={said}, it lists {listed}")
     _require_sane(checks)
     return checks
+
+
+def _said(suite: ElementTree.Element, field: str, otherwise: int) -> int:
+    """A count among a suite's attributes."""
+    text = suite.get(field)
+    if text is None:
+        return otherwise
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ResultError(f"a suite says {field}={_short(text)}")
+    return int(text)
+
+
+def passed_by_last_line(output: str) -> int | None:
+    """Tests that passed (xpassed too, as pytest.xml has it) by the last summary line of pytest's; None without one."""
+    lines = _LAST_LINE.findall(_COLOUR.sub("", output))
+    return sum(map(int, _PASSED.findall(lines[-1]))) if lines else None
 
 
 def read_reward_json(content: bytes) -> Statuses:
@@ -95,11 +132,7 @@ def read_reward_json(content: bytes) -> Statuses:
 
 def read_reward_text(content: bytes) -> Statuses:
     """One finite number from 0 to 1: a single check, passed at 1."""
-    try:
-        value = float(content.decode("ascii").strip())
-    except ValueError as error:
-        raise ResultError(f"{content[:40]!r} is not a number") from error
-    return {"reward": _status(_share(value, "reward") >= 1.0)}
+    return {"reward": _status(_share(_number(content), "reward") >= 1.0)}
 
 
 READERS: dict[str, Callable[[bytes], Statuses]] = {
@@ -112,7 +145,7 @@ def own_rewards(files: dict[str, bytes]) -> dict[str, float]:
     try:
         if REWARD_JSON in files:
             return {str(name): _share(value, name) for name, value in json.loads(files[REWARD_JSON]).items()}
-        return {"reward": _share(float(files[REWARD_TEXT]), "reward")} if REWARD_TEXT in files else {}
+        return {"reward": _share(_number(files[REWARD_TEXT]), "reward")} if REWARD_TEXT in files else {}
     except (ValueError, AttributeError, RecursionError):
         return {}
 
@@ -136,9 +169,8 @@ def _status(passed: bool) -> str:
 
 def _require_sane(checks: Statuses) -> None:
     if not checks:
-        raise ResultError("no check ran")
-    if len(checks) > MAX_CHECKS:
-        raise ResultError(f"{len(checks)} checks, at most {MAX_CHECKS}")
+        raise EmptyReport("no check ran")
+    _require_count(len(checks))
     for name in checks:
         if len(name) > MAX_NAME:
             raise ResultError(f"a check's name has {len(name)} characters, at most {MAX_NAME}")
@@ -146,6 +178,19 @@ def _require_sane(checks: Statuses) -> None:
             name.encode()
         except UnicodeEncodeError as error:  # JSON can spell half a character, which no record can hold
             raise ResultError(f"check name {_short(name)} is no text") from error
+
+
+def _require_count(count: int) -> None:
+    if count > MAX_CHECKS:
+        raise ResultError(f"{count} checks, at most {MAX_CHECKS}")
+
+
+def _number(content: bytes) -> float:
+    """A plain decimal number, or one of the words that `_share` refuses by name."""
+    text = content.decode("ascii", "replace").strip()
+    if _NUMBER.fullmatch(text) or text.lstrip("+-").lower() in ("nan", "inf", "infinity"):
+        return float(text)
+    raise ResultError(f"{content[:40]!r} is not a number")
 
 
 def _share(value: object, name: object) -> float:

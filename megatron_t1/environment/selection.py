@@ -7,6 +7,7 @@ the same tasks, although the trials it was made from have grown, moved or gone.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -226,6 +227,8 @@ def _read(path: Path) -> Choice:
             Source(name, entry["path"], float(entry["weight"]), _names(entry["tasks"]))
             for name, entry in raw["sources"].items()
         ]
+        if not all(0 < source.weight < math.inf for source in sources):
+            raise ValueError("a weight is not a positive number")
         return Choice(tuple(sources), dict(raw["left_out"]), dict(raw["settings"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteError(

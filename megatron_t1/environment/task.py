@@ -6,6 +6,7 @@ A task lies in a directory (Harbor's format) or, where thousands are made and th
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_t1.environment.image import CopyFiles, Image, MakeDirectory, load_image
+from megatron_t1.environment.tree import Reader, walk
 from megatron_t1.errors import T1Error
 
 DEFAULT_WORKDIR = "/app"
@@ -131,18 +133,24 @@ def _read_tree(directory: Path) -> dict[str, tuple[bytes, int]]:
     found = {}
     if not directory.is_dir():
         return found
+    root, reader = directory.parent.resolve(), Reader()
     try:
-        for path in sorted(directory.rglob("*")):
-            if "__pycache__" not in path.parts and path.is_file():
-                if not path.resolve().is_relative_to(directory.parent.resolve()):
+        for entry in walk(directory, ignored=("__pycache__",)):
+            if stat.S_ISLNK(entry.mode):
+                if not os.path.isfile(entry.path):
+                    continue
+                if not Path(entry.path).resolve().is_relative_to(root):
                     raise T1Error(
-                        f"{path.relative_to(directory)} links to a file outside of the task",
+                        f"{entry.name} links to a file outside of the task",
                         where=str(directory),
                         remedy="replace the link by a copy",
                     )
-                found[str(path.relative_to(directory))] = (path.read_bytes(), stat.S_IMODE(path.stat().st_mode))
-    except OSError as error:
+            elif not stat.S_ISREG(entry.mode):
+                continue
+            found[entry.name] = reader.read(entry.path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+        said = error.strerror if isinstance(error, OSError) else error
         raise T1Error(
-            f"can't read the task's files: {error}", where=str(directory), remedy="check its permissions"
+            f"can't read the task's files: {said}", where=str(directory), remedy="check their size and permissions"
         ) from error
-    return found
+    return dict(sorted(found.items()))

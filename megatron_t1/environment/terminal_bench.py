@@ -28,6 +28,7 @@ from megatron_t1.environment import harbor_format
 from megatron_t1.environment.task import Task
 from megatron_t1.environment.task_toml import Findings, is_number, is_seconds, is_text, is_texts, one_of, shown
 from megatron_t1.environment.toml_text import toml_document
+from megatron_t1.environment.tree import bounded
 from megatron_t1.errors import T1Error
 
 TASK_FILE, COMPOSE_FILE = "task.yaml", "docker-compose.yaml"
@@ -66,6 +67,8 @@ status=$?
 if [ "$status" -eq 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 exit "$status"
 """
+
+MAX_YAML_SIZE = 4 << 20
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _converted: Path | None = None
@@ -110,21 +113,28 @@ def convert(source: str | Path, target: str | Path) -> None:
     found = _check(raw, problems)
     service = _service(_read_yaml(source, COMPOSE_FILE, problems), problems)
     context = _context(source, service, problems)
-    problems += [f"{name}: missing" for name in ("run-tests.sh",) if not (source / name).is_file()]
     if context is not None and not (context / "Dockerfile").is_file():
         problems.append(f"{(context / 'Dockerfile').relative_to(source.resolve())}: missing")
     if (source / "solution.yaml").exists():
         problems.append("solution.yaml: a solution of keystrokes is not supported; write solution.sh")
-    problems += [f"{path}: links out of the task" for path in _links_out(source)]
+    try:
+        problems += [f"{path}: links out of the task" for path in harbor_format.links_out(source, source)]
+        bounded(source)
+    except OSError as error:
+        problems.append(f"{error.filename}: {error.strerror}")
+    harbor_format.read_text(source, "run-tests.sh", problems)
     if problems:
         raise T1Error("; ".join(problems), where=str(source), remedy="repair the task")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        _write(source, target, raw, found.unknown, service, context)
-    except (OSError, ValueError, shutil.Error) as error:
-        shutil.rmtree(target, ignore_errors=True)
+        _write(source, partial, raw, found.unknown, service, context)
+        partial.rename(target)
+    except (OSError, ValueError, TypeError, RecursionError, shutil.Error) as error:
         raise T1Error(
             f"can't be converted: {error}", where=str(source), remedy="check its files, and the room for a copy"
         ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check(raw: dict[str, Any], problems: list[str]) -> Findings:
@@ -272,22 +282,12 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def _links_out(source: Path) -> Iterator[str]:
-    root = source.resolve()
-    for path in source.rglob("*"):
-        try:
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
-                yield str(path.relative_to(source))
-        except (OSError, RuntimeError):
-            yield str(path.relative_to(source))
-
-
 def _read_yaml(source: Path, name: str, problems: list[str]) -> dict[str, Any]:
-    text = harbor_format.read_text(source, name, problems)
+    text = harbor_format.read_text(source, name, problems, harbor_format.MAX_TABLES_BYTES)
     if not text:
         return {}
     try:
-        value = yaml.safe_load(text)
+        value = _safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         said = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         problems.append(f"{name}: {said[:300]}")
@@ -296,3 +296,30 @@ def _read_yaml(source: Path, name: str, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{name}: {shown(value)} is not a table")
         return {}
     return value
+
+
+def _safe_load(text: str) -> Any:
+    """`yaml.safe_load`, which refuses what aliases of aliases blow up to more than MAX_YAML_SIZE."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded_size(node, {}) > MAX_YAML_SIZE:
+            raise ValueError("its aliases stand for too much")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Characters and values of a node once every alias is written out. Raises ValueError: it holds itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1 + len(node.value)
+    if id(node) not in sizes:
+        sizes[id(node)] = -1
+        children = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain(*node.value)
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in children)
+    elif sizes[id(node)] < 0:
+        raise ValueError("an alias stands for what it is a part of")
+    return sizes[id(node)]

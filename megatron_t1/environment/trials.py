@@ -7,6 +7,7 @@ left no result, or a malformed one, is untrusted with the reason, never a zero.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_t1.environment.results import READERS, RESULT_FILES, ResultError, own_rewards
+from megatron_t1.environment.results import CTRF, PYTEST, READERS, RESULT_FILES, ResultError, own_rewards
+from megatron_t1.environment.sources import contradiction
 from megatron_t1.environment.verifier import trusted
 from megatron_t1.errors import T1Error
+from megatron_t1.regular import open_regular
 from megatron_t1.trajectory.record import RECORD_FORMAT, Header, Verdict
 from megatron_t1.trajectory.store import SHARD_FORMAT, SUFFIX, RolloutStore
 from megatron_t1.trajectory.tensorfile import TensorFile
@@ -24,6 +27,7 @@ from megatron_t1.trajectory.tensorfile import TensorFile
 RESULT, TRAJECTORY = "result.json", "trajectory.json"
 _TRIAL_SUFFIX = re.compile(r"(?::\d+)?__[A-Za-z0-9]{7}$")  # Harbor: TASK[:N]__7 characters
 MAX_TRAJECTORY_BYTES = 256 << 20
+MAX_FILE_BYTES = 4 << 20  # of a result file or result.json: the sandboxes' limit
 
 
 @dataclass(frozen=True)
@@ -117,41 +121,53 @@ def _is_phase(folder: Path) -> bool:
 def harbor_trial(folder: Path) -> Trial:
     """The trial in one folder."""
     raw = _json_object(folder / RESULT)
-    files = {}
+    files, problem = {}, ""
     for name in RESULT_FILES:
-        found = next((place for place in (folder / "verifier" / name, folder / name) if place.is_file()), None)
-        if found is not None:
-            files[name] = found.read_bytes()
-    task = str(raw.get("task_name") or _TRIAL_SUFFIX.sub("", folder.name))
+        for place in (folder / "verifier" / name, folder / name):
+            try:
+                files[name] = _read(place, MAX_FILE_BYTES)
+                break
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                problem = problem or f"{name} can't be read: {error.strerror}"
+                break
+    task = _text(raw.get("task_name") or _TRIAL_SUFFIX.sub("", folder.name))
     exception = raw.get("exception_info") or {}
     return Trial(
         task,
-        str(raw.get("trial_name") or folder.name),
-        stored_verdict(files),
+        _text(raw.get("trial_name") or folder.name),
+        Verdict(0, 0, -1, trusted=False, reason=problem) if problem else stored_verdict(files),
         turns=_turns(folder),
-        end_reason=str(exception.get("exception_type", "")) if isinstance(exception, dict) else "",
+        end_reason=_text(exception.get("exception_type", "")) if isinstance(exception, dict) else "",
     )
 
 
 def stored_verdict(files: dict[str, bytes]) -> Verdict:
     """What result files say that another system stored; the most detailed one counts."""
-    for name in RESULT_FILES:
-        if name in files:
-            try:
-                return trusted(READERS[name](files[name]), name, own_rewards(files))
-            except ResultError as error:
-                return Verdict(0, 0, -1, trusted=False, reason=f"{name}: {error}")
-    return Verdict(0, 0, -1, trusted=False, reason="the trial left no result file")
+    statuses = {}
+    name = next((name for name in RESULT_FILES if name in files), "")
+    if not name:
+        return Verdict(0, 0, -1, trusted=False, reason="the trial left no result file")
+    try:
+        statuses[name] = READERS[name](files[name])
+        if name == CTRF and PYTEST in files:
+            statuses[PYTEST] = READERS[PYTEST](files[PYTEST])
+    except ResultError as error:
+        return Verdict(0, 0, -1, trusted=False, reason=f"{PYTEST if statuses else name}: {error}")
+    if doubt := contradiction(statuses):
+        return Verdict(0, 0, -1, trusted=False, reason=doubt)
+    return trusted(statuses[name], name, own_rewards(files))
 
 
 def _turns(folder: Path) -> int:
     """Turns of the agent in an ATIF file or a list of chat messages; -1 where there is none to read."""
     for path in (folder / "agent" / TRAJECTORY, folder / TRAJECTORY):
-        if not path.is_file() or path.stat().st_size > MAX_TRAJECTORY_BYTES:
-            continue
         try:
-            raw = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            raw = json.loads(_read(path, MAX_TRAJECTORY_BYTES))
+        except OSError:
+            continue
+        except (ValueError, RecursionError):
             return -1
         steps = raw.get("steps") if isinstance(raw, dict) else raw
         if isinstance(steps, list):
@@ -165,7 +181,21 @@ def _is_agents(step: dict[str, Any]) -> bool:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(_read(path, MAX_FILE_BYTES))
         return raw if isinstance(raw, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """A regular file's bytes. Raises OSError, also where it is something else or larger than `limit`."""
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+    return content
+
+
+def _text(value: object) -> str:
+    """A name as text that can be printed and stored: JSON and file names can spell half a character."""
+    return str(value).encode("utf-8", "backslashreplace").decode()

@@ -28,6 +28,7 @@ from harbor.models.trial.paths import TrialPaths
 
 from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.loading import write_task
+from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
 from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
 from megatron_t1.environment.task import Files, Task
@@ -106,8 +107,12 @@ class EnvironmentSandbox:
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
         if self._shell is None:
             raise SandboxLost("the sandbox has no session to verify")
+        surroundings = exposed(task, verifier_environment(task, task.env))
+        doubt = describe_planted(surroundings.planted(await self.changes())) if surroundings else ""
         shell, self._shell = self._shell, None
         await shell.end()
+        if doubt:
+            return VerifierRun(None, "", False, doubt=doubt)
         with tempfile.TemporaryDirectory() as folder:
             write_protected_tests(task, Path(folder) / "tests")
             await self._execute(f"rm -rf /tests {VERIFIER_DIR} && mkdir -p /tests {VERIFIER_DIR}", 60.0)

@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron_t1.errors import T1Error
 from megatron_t1.importing.exchanges import ForeignTurn
-from megatron_t1.importing.foreign import read_json
 from megatron_t1.importing.stitching import read_turn
-from megatron_t1.importing.values import count, entries, entry
+from megatron_t1.importing.values import count, entries, entry, label, read_json
 
 _READ = frozenset({"prompt_token_ids", "completion_token_ids", "logprobs"})
 _COUNTERS = frozenset({"prompt_tokens", "completion_tokens", "cached_tokens", "cost_usd"})
@@ -57,7 +56,7 @@ def _embedded(agent: str, raw: Any, where: str) -> Iterator[tuple[str, dict[str,
         raise T1Error("this is no ATIF document: it has no list of steps", where=where)
     yield agent, raw
     for index, inner in enumerate(entries(raw.get("subagent_trajectories"), "subagent_trajectories", where)):
-        known = entry(inner, "a sub-agent's trajectory", where).get("trajectory_id")
+        known = label(entry(inner, "a sub-agent's trajectory", where).get("trajectory_id"), "trajectory_id", where)
         yield from _embedded(f"{agent}.{known or index}".strip("."), inner, where)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,11 @@ import numpy as np
 
 from megatron_t1.errors import T1Error
 from megatron_t1.importing.exchanges import ForeignTurn, require_exchanged
-from megatron_t1.importing.values import COUNT_MAX, FLOAT32_MAX, shown
+from megatron_t1.importing.values import COUNT_MAX, FLOAT32_MAX, read_json, shown
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.exchange import REFERENCE, ExchangeLog
 from megatron_t1.trajectory.record import IMPORTED, Header, Origin, Trajectory, Verdict
-from megatron_t1.trajectory.store import RolloutStore
+from megatron_t1.trajectory.store import RolloutStore, check_id
 
 END_REASON = "imported"
 TURN_MAX = 2**16 - 1
@@ -28,6 +27,7 @@ class Foreign:
     """A trajectory of T tokens.
 
     Attributes:
+        name: a plain file name; called: what it was made of (see `plain_name`), "" where that is the same.
         mask: bool [T], tokens to train on.
         logprobs: float32 [T], NaN where there is none; None: there are none at all (supervised data).
         routes: uint8 or uint16 [T, L, K]; routed: bool [T].
@@ -54,6 +54,7 @@ class Foreign:
     contract: SamplingContract | None = None
     end_reason: str = END_REASON
     untrusted: str = ""
+    called: str = ""
     exchanges: list[ForeignTurn] = field(default_factory=list)
 
     def record(self) -> Trajectory:
@@ -72,6 +73,12 @@ class Foreign:
             raise T1Error("the mask keeps no token", where=self.source, remedy="leave this trajectory out")
         logprobs = np.full(length, np.nan, np.float32) if self.logprobs is None else self.logprobs
         has = np.isfinite(logprobs)
+        if self.mask[0] or has[0]:
+            raise T1Error(
+                "token 0 counts as sampled (mask, logprobs), but nothing precedes it that could predict it",
+                where=self.source,
+                remedy="give the prompt as well; a beginning-of-sequence token has mask 0 and log-prob null",
+            )
         if self.logprobs is not None and (missing := np.flatnonzero(self.mask & ~has)).size:
             raise T1Error(
                 f"token {missing[0]} is to be trained on, but has no log-probability",
@@ -158,7 +165,7 @@ def write(foreign: list[Foreign], out: str | Path, *, facts: dict[str, Any] | No
     """
     records = [item.record() for item in foreign]
     store = RolloutStore(out)
-    _require_new_names(foreign, store)
+    _require_names(foreign, records, store)
     log = ExchangeLog(out, facts=facts)
     try:
         records = _logged(records, foreign, log)
@@ -169,17 +176,32 @@ def write(foreign: list[Foreign], out: str | Path, *, facts: dict[str, Any] | No
     return records
 
 
-def _require_new_names(foreign: list[Foreign], store: RolloutStore) -> None:
-    """Of what brings a log along: it can't be stored twice, as the second one would point to another log."""
-    seen: dict[str, str] = {}
-    for item in foreign:
-        if item.name in seen or (item.exchanges and item.name in store):
+def _require_names(foreign: list[Foreign], records: list[Trajectory], store: RolloutStore) -> None:
+    """Names that can be stored and are used once; the store may hold the same record, but none with a log.
+
+    A record with a log can't be stored twice, as the second one would point to another log.
+    """
+    seen: dict[str, Foreign] = {}
+    for item, record in zip(foreign, records, strict=True):
+        try:
+            check_id(item.name)
+        except T1Error as error:
+            raise T1Error(f"id: {error.problem}", where=item.source, remedy=error.remedy) from error
+        other = seen.setdefault(item.name, item)
+        if other is not item:
+            both = f"the ids {other.called!r} and {item.called!r} both become the file name {item.name!r}"
+            same = other.called == item.called
             raise T1Error(
-                f"another trajectory is called {item.name!r} already",
-                where=f"{item.source}; the other one: {seen.get(item.name, store.directory)}",
+                f"id: another trajectory is called {item.name!r} already" if same else f"id: {both}",
+                where=f"{item.source}; the other one: {other.source}",
+                remedy="ids must be unique; only letters, digits and ._=+@,- of them are kept",
+            )
+        if item.name in store and (item.exchanges or store.load(item.name).digest != record.digest):
+            raise T1Error(
+                f"id: another trajectory is called {item.name!r} already",
+                where=f"{item.source}; the other one: {store.directory}",
                 remedy="ids must be unique; use a fresh directory for another import",
             )
-        seen[item.name] = item.source
 
 
 def _logged(records: list[Trajectory], foreign: list[Foreign], log: ExchangeLog) -> list[Trajectory]:
@@ -207,13 +229,6 @@ def plain_name(text: str) -> str:
     """A trajectory id made of any text."""
     name = re.sub(r"[^A-Za-z0-9._=+@,-]+", "_", text).strip("._") or "trajectory"
     return name if len(name) <= 160 else f"{name[:140]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise T1Error(f"can't be read as JSON: {error}", where=str(path)) from error
 
 
 def read_contract(path: str | Path) -> SamplingContract:

@@ -14,9 +14,9 @@ from typing import Any
 from megatron_t1.errors import T1Error
 from megatron_t1.importing.atif import is_document, read_document
 from megatron_t1.importing.exchanges import ForeignTurn
-from megatron_t1.importing.foreign import END_REASON, Foreign, read_json
+from megatron_t1.importing.foreign import END_REASON, Foreign, plain_name
 from megatron_t1.importing.stitching import read_turn, stitched
-from megatron_t1.importing.values import entries, entry, number
+from megatron_t1.importing.values import entries, entry, label, number, read_json, truth
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.record import EndReason
 
@@ -70,18 +70,24 @@ class TrialReader:
 
     def _trial(self, directory: Path, raw: dict[str, Any]) -> Iterator[Foreign | str]:
         """A trial has one result, or one for each of its steps."""
-        name, where = str(raw.get("trial_name") or directory.name), str(directory / RESULT)
-        untrusted = "" if raw.get("reward_valid", True) else _exceptions(raw, where) or "reward_valid is false"
+        where = str(directory / RESULT)
+        name = label(raw.get("trial_name") or None, "trial_name", where) or plain_name(directory.name)
+        valid = truth(raw.get("reward_valid", True), "reward_valid", where)
+        untrusted = "" if valid else _exceptions(raw, where) or "reward_valid isn't true"
         parts = [(name, directory, raw)]
         if raw["agent_result"] is None:
             parts = [
-                (f"{name}.{step.get('step_name')}", _step_directory(directory, step.get("step_name")), step)
+                (
+                    f"{name}.{label(step.get('step_name'), 'step_name', where)}",
+                    _step_directory(directory, step.get("step_name")),
+                    step,
+                )
                 for step in _steps(raw, where)
             ] or parts
         for own, place, result in parts:
             reward, passed, total = self._reward(place, result, where)
             facts = {
-                "task": str(raw.get("task_name") or name),
+                "task": label(raw.get("task_name") or None, "task_name", where) or name,
                 "end_reason": _end_reason(result),
                 "untrusted": untrusted,
                 "reward": reward,
@@ -151,7 +157,11 @@ class TrialReader:
             report, where = entry(read_json(ctrf), "the report", str(ctrf)), str(ctrf)
             tests = entries(entry(report.get("results"), "results", where).get("tests"), "results.tests", where)
             passed = sum(entry(test, "a test", where).get("status") == "passed" for test in tests)
-            return self.scale * passed, passed, len(tests)
+            return (
+                number(self.scale * passed, "the reward (--scale times the checks passed)", where),
+                passed,
+                len(tests),
+            )
         rewards = entry(raw.get("verifier_result"), "verifier_result", where).get("rewards")
         if isinstance(rewards, dict):
             name = "reward" if "reward" in rewards or not rewards else next(iter(rewards))
@@ -181,7 +191,8 @@ def _step_directory(directory: Path, name: Any) -> Path:
 def _exceptions(raw: dict[str, Any], where: str) -> str:
     """Types of what went wrong in a trial and its steps."""
     infos = [entry(part.get("exception_info"), "exception_info", where) for part in (raw, *_steps(raw, where))]
-    return ", ".join(str(info["exception_type"]) for info in infos if info.get("exception_type"))
+    types = [label(info.get("exception_type") or None, "exception_type", where) for info in infos]
+    return ", ".join(filter(None, types))
 
 
 def _end_reason(raw: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ def stitched(turns: Sequence[ForeignTurn], name: str, **facts: Any) -> Iterator[
         else:
             runs.append([turn])
     for index, run in enumerate(runs):
-        last = run[-1]
+        called, last = name if len(runs) == 1 else f"{name}+{index}", run[-1]
         ids = np.concatenate([last.prompt, last.sampled])
         mask, own = np.zeros(len(ids), bool), np.full(len(ids), np.nan, np.float32)
         for turn in run:
@@ -61,7 +61,8 @@ def stitched(turns: Sequence[ForeignTurn], name: str, **facts: Any) -> Iterator[
         routes, routed = _merged_routes(run, len(ids), facts.get("source", ""))
         has_logprobs = bool(np.isfinite(own).any())
         yield Foreign(
-            name=plain_name(name if len(runs) == 1 else f"{name}+{index}"),
+            name=plain_name(called),
+            called=called,
             ids=ids,
             mask=mask,
             logprobs=own if has_logprobs else None,

@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_t1.errors import T1Error
+from megatron_t1.regular import open_regular
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 COUNT_MAX = 2**31 - 1
 LOGPROB_MAX = 1e-3  # of rounding, as `trajectory.validation` allows
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """A JSON document in which no object holds one name twice. Raises T1Error for anything else."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise T1Error(f"can't be read as JSON: {error}", where=where) from error
+
+
+def read_json(path: Path) -> Any:
+    """See `parse_json`; of a regular file."""
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+    except OSError as error:
+        raise T1Error(f"can't be read: {error.strerror or error}", where=str(path)) from error
+    return parse_json(content, str(path))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the field {name!r} stands twice in one object")
+        found[name] = value
+    return found
+
+
+def label(value: Any, what: str, where: str) -> str | None:
+    """A name: text, or a whole number as text; None stays None.
+
+    Raises:
+        T1Error: anything else, text that is empty or no valid Unicode (half of a surrogate pair).
+    """
+    if value is None:
+        return None
+    good = type(value) is str and value != "" or type(value) is int and value.bit_length() <= 64
+    if not good or not _is_unicode(str(value)):
+        raise T1Error(f"{what} is {shown(value)}, expected text or a whole number", where=where)
+    return str(value)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def float32_problem(value: float) -> str:
+    """Why a number can't be kept as a float32; "" when it can, rounded to its precision."""
+    if not abs(value) <= FLOAT32_MAX:
+        return "no finite float32"
+    return "0 as a float32" if value and np.float32(value) == 0 else ""
 
 
 def token_ids(values: Any, what: str, where: str) -> np.ndarray:
@@ -27,9 +82,9 @@ def numbers(values: Any, what: str, where: str) -> np.ndarray:
     if not good:
         raise T1Error(f"{what} is not a list of numbers", where=where)
     for index, value in enumerate(values):
-        if value is not None and not abs(value) <= FLOAT32_MAX:
+        if value is not None and (problem := float32_problem(value)):
             raise T1Error(
-                f"{what}: number {index} is {shown(value)}, which is no finite float32",
+                f"{what}: number {index} is {shown(value)}, which is {problem}",
                 where=where,
                 remedy="null stands for a number that isn't there",
             )
@@ -66,9 +121,17 @@ def number(value: Any, what: str, where: str) -> float | None:
     """A finite number, in the range of float32; None stays None. Raises T1Error for anything else."""
     if value is None:
         return None
-    if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
-        raise T1Error(f"{what} is {shown(value)}, expected a finite number", where=where)
+    if type(value) not in (int, float) or (problem := float32_problem(value)):
+        found = f"{shown(value)}, which is {problem}" if type(value) in (int, float) else shown(value)
+        raise T1Error(f"{what} is {found}, expected a finite number", where=where)
     return float(value)
+
+
+def truth(value: Any, what: str, where: str) -> bool | None:
+    """True or false; None stays None. Raises T1Error for anything else."""
+    if value is not None and type(value) is not bool:
+        raise T1Error(f"{what} is {shown(value)}, expected true or false", where=where)
+    return value
 
 
 def entry(value: Any, what: str, where: str) -> dict[str, Any]:

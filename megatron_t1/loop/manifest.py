@@ -97,8 +97,11 @@ def open_manifest(config: Config) -> Manifest:
 
 
 def differences(manifest: Manifest, config: Config) -> list[str]:
-    """A line with both values for each option that may not change and did."""
-    known, flat = manifest.config, flatten(config)
+    """A line with both values for each option that may not change and did.
+
+    A run that was begun before an option existed has it at its default, which is what it did until then.
+    """
+    known, flat = {**flatten(Config()), **manifest.config}, flatten(config)
     return [
         f"  {key}: the run has {known.get(key)!r}, now {flat.get(key)!r}"
         for key in sorted({*flat, *known})

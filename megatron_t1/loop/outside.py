@@ -7,6 +7,7 @@ DIR/model/ or DIR/critic/             what a training starts from
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,10 @@ def phase_outside_the_loop(directory: Path) -> str:
 
 
 def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> PhaseResult:
-    """Run one of these phases in run.dir, from its beginning; what it leaves is replaced when it is there already.
+    """Run one of these phases in run.dir, from its beginning.
+
+    What an earlier one left there is deleted first: stopped halfway, this one leaves nothing that could be taken for
+    its result.
 
     Raises:
         T1Error: the directory is locked or holds something else, or the phase failed.
@@ -58,6 +62,7 @@ def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> Ph
     """
     paths, model = RunPaths.of(config.run.dir), Path(config.model.path)
     _require_own_directory(paths, phase)
+    _require_other_start(config, paths, phase)
     paths.root.mkdir(parents=True, exist_ok=True)
     with stop_signals() as received, RunLock(paths.root):
         launcher = make_launcher(config, lambda: received[0] if received else 0)
@@ -67,6 +72,7 @@ def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> Ph
         save(config, paths.config)
         directory = paths.phase(0, phase)
         (directory / RESULT_FILE).unlink(missing_ok=True)
+        shutil.rmtree(paths.root / OUTSIDE[phase].leaves, ignore_errors=True)
         policy = start_model.describe(model)
         command = PhaseCommand(
             phase, "train", "megatron_t1.training.main",
@@ -84,6 +90,17 @@ def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> Ph
     if wrong := missing_outputs(result, paths.root):
         raise IncompleteError(f"{phase} did not leave what it says: {summarised(wrong)}", where=str(directory))
     return result
+
+
+def _require_other_start(config: Config, paths: RunPaths, phase: str) -> None:
+    """Refuse to start from what this very phase replaces."""
+    for option, place in (("model.path", config.model.path), ("train.critic.start", config.train.critic.start)):
+        if place and Path(place).resolve() == paths.root / OUTSIDE[phase].leaves:
+            raise T1Error(
+                f"{option} is what {OUTSIDE[phase].what} replaces in this directory",
+                where=place,
+                remedy="choose another run.dir to go on from it",
+            )
 
 
 def _require_own_directory(paths: RunPaths, phase: str) -> None:

@@ -73,12 +73,14 @@ def lambda_returns(
     """
     lambdas = torch.as_tensor(lambda_, dtype=torch.float64)
     _check(values, lengths, rewards, gamma, lambdas)
+    _check_tokens(values, token_rewards, turns)
     if len(values) == 0:
         return values.new_zeros(0, dtype=torch.float32)
     sizes, lambdas = lengths.tolist(), lambdas.expand(len(lengths)).tolist()
-    if turns is not None:
-        return _by_turn(values, sizes, rewards, gamma, lambdas, token_rewards, turns)
-    return _by_token(values.detach().float(), sizes, rewards, gamma, lambdas, token_rewards)
+    with torch.autocast(values.device.type, enabled=False):  # which would multiply in low precision
+        if turns is not None:
+            return _by_turn(values, sizes, rewards, gamma, lambdas, token_rewards, turns)
+        return _by_token(values.detach().float(), sizes, rewards, gamma, lambdas, token_rewards)
 
 
 def _by_token(
@@ -195,6 +197,17 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     if not alpha > 0:
         raise T1Error(f"alpha must be positive, got {alpha}", where="train.gae.length_adaptive_alpha")
     return (1.0 - 1.0 / (alpha * lengths.double())).clamp(min=0.0)
+
+
+def _check_tokens(values: Tensor, token_rewards: Tensor | None, turns: Tensor | None) -> None:
+    problem = ""
+    for name, field in (("token_rewards", token_rewards), ("turns", turns)):
+        if field is not None and field.shape != values.shape:
+            problem = f"{name} have shape {list(field.shape)}, but there are {len(values)} sampled tokens"
+    if not problem and token_rewards is not None and not bool((finite := torch.isfinite(token_rewards)).all()):
+        problem = f"the reward of sampled token {int((~finite).nonzero()[0])} isn't finite"
+    if problem:
+        raise T1Error(problem, where="lambda_returns")
 
 
 def _check(values: Tensor, lengths: Tensor, rewards: Tensor, gamma: float, decays: Tensor) -> None:

@@ -3,7 +3,7 @@
 A full [tokens, vocabulary] tensor of a long trajectory is tens of gigabytes (SkyRL#1610), so tokens are projected in
 chunks, in forward and again in backward. Everything from the logits on is fp32: a log-softmax in bf16 is off by 0.02
 nats on average, as much as the whole gap between sampler and trainer (OpenRLHF#634). Ranks of a tensor-parallel group
-exchange three numbers per token, never logits (Megatron-LM#6700).
+exchange four numbers per token, never logits (Megatron-LM#6700).
 
 Legend: N tokens, H hidden size, V vocabulary without padding, tp tensor-parallel size, U columns of this rank's weight.
 """
@@ -71,9 +71,16 @@ def token_logprobs(
     _check(hidden, weight, targets, temperature, vocab_size, chunk)
     if tp_group is not None and dist.get_world_size(tp_group) == 1:
         tp_group = None
+    if tp_group is None and vocab_size > vocab_start + weight.shape[0]:
+        raise T1Error(
+            f"the vocabulary has {vocab_size} tokens, the weight ends with row {vocab_start + weight.shape[0] - 1}",
+            where="token_logprobs",
+            remedy="give tp_group, the ranks that hold the other rows",
+        )
     real = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     options = (float(temperature), vocab_start, real, tp_group, chunk, reduce_hidden_grad, entropy, wide, rounded)
-    return _TokenLogprobs.apply(hidden, weight, targets, options)
+    with torch.autocast(hidden.device.type, enabled=False):  # everything from the logits on is fp32
+        return _TokenLogprobs.apply(hidden, weight, targets, options)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_size: int, chunk: int) -> None:

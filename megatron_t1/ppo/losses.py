@@ -45,16 +45,18 @@ def policy_loss(
             adds nothing to the loss but stays in the count it is divided by.
 
     Returns:
-        scalar loss sum, and metrics: ratio, clip_fraction (tokens whose gradient the clip stops), clip_fraction_low and
-        _high, dual_clip_fraction, approx_kl (k3 of old to new), policy_loss.
+        scalar loss sum, and metrics: ratio, clip_fraction (tokens beyond the side of the clip that their advantage
+        pushes to, where this loss is flat), clip_fraction_low and _high, dual_clip_fraction, log_ratio_bounded (tokens
+        whose log-ratio is beyond +-MAX_LOG_RATIO, where this loss is flat whatever the advantage), approx_kl (k3 of old
+        to new), policy_loss.
     """
     if dual_clip and dual_clip <= 1.0:
         raise ConfigError(f"dual_clip is {dual_clip}, it must be 0 (off) or above 1", where="train.actor.dual_clip")
     weight, used = _weights(new_logprobs, weights)
     new, old = _cleaned(used, new_logprobs, 0.0), _cleaned(used, old_logprobs.detach(), 0.0)
     advantage = _cleaned(used, advantages.detach(), 0.0)
-    log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    log_ratio = new - old
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     losses = torch.maximum(unclipped, clipped)
@@ -76,6 +78,7 @@ def policy_loss(
             "clip_fraction_low": weighted(low, weight),
             "clip_fraction_high": weighted(high, weight),
             "dual_clip_fraction": weighted(dual, weight),
+            "log_ratio_bounded": weighted(~(log_ratio.abs() <= MAX_LOG_RATIO), weight),
             "approx_kl": weighted(kl_estimate(old, new, "k3"), weight),
         }
     return loss, metrics
@@ -85,15 +88,17 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str = "k3") 
     """Per-token estimate of KL(policy || reference) from tokens of the policy (Schulman 2020, "Approximating KL").
 
     With r = log reference - log policy: k1 = -r (unbiased, can be negative), k2 = r**2 / 2 (its gradient is that of the
-    KL), k3 = exp(r) - 1 - r (unbiased, never negative).
+    KL), k3 = exp(r) - 1 - r (unbiased, never negative). k3 is constant beyond r = MAX_LOG_RATIO, where its exponential
+    would drown all other tokens; k1 and k2 have no bound.
     """
     if kind not in KL_ESTIMATORS:
         raise ConfigError(f"KL estimator {kind!r}, known: {', '.join(KL_ESTIMATORS)}", where="train.actor.kl_estimator")
-    r = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    r = reference_logprobs - logprobs
     if kind == "k1":
         return -r
     if kind == "k2":
         return 0.5 * r.square()
+    r = r.clamp(max=MAX_LOG_RATIO)
     return torch.expm1(r) - r
 
 

@@ -13,6 +13,7 @@ from megatron_t1.errors import ConfigError, T1Error
 
 NORMALISATIONS = ("raw", "centred", "whitened")
 EPSILON = 1e-8
+LEAST_VARIANCE = 1e-12  # of the mean square: less is the rounding of sums, whatever the scale of the returns
 
 
 def advantage_sums(advantages: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def explained_variance_of(sums: Tensor) -> float:
     if weight <= 0:
         return float("nan")
     variance = target_square / weight - (target / weight) ** 2
-    if variance <= 1e-12 * max(1.0, target_square / weight):
+    if variance <= LEAST_VARIANCE * target_square / weight:
         return float("nan")
     return 1.0 - (error_square / weight - (error / weight) ** 2) / variance
 

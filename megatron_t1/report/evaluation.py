@@ -6,7 +6,6 @@ are errors is in no rate either. Rates are means over tasks of the mean over att
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,12 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_t1 import atomic
-from megatron_t1.errors import IncompleteError
 from megatron_t1.report.show import make_console, make_table
 from megatron_t1.report.statistics import bootstrap_mean, pass_at_k, wilson_interval
+from megatron_t1.report.summary_file import read_summary
 
 REPORT_FILE = "report.json"
-SUMMARY_FILE = "summary.json"
 GROUPINGS = ("category", "difficulty")
 Interval = tuple[float, float]
 
@@ -75,19 +73,10 @@ def evaluate_summary(directory: str | Path, *, solved_at: float = 0.95, samples:
     """Read DIR/summary.json and compute its statistics.
 
     Raises:
-        IncompleteError: absent or unreadable.
+        IncompleteError: absent, unreadable, or it contradicts itself.
     """
-    path = Path(directory) / SUMMARY_FILE
-    try:
-        raw = json.loads(path.read_bytes())
-        tasks = {str(name): _checked(entry) for name, entry in raw["tasks"].items()}
-        policy = int(raw["policy"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IncompleteError(
-            f"no readable evaluation summary: {type(error).__name__}: {error}",
-            where=str(path),
-            remedy="run `t1 eval run.dir=...`",
-        ) from error
+    summary = read_summary(directory)
+    tasks = summary.tasks
     errors = [error for entry in tasks.values() for error in entry["errors"] if error is not None]
     groups = {}
     for grouping in GROUPINGS:
@@ -98,7 +87,7 @@ def evaluate_summary(directory: str | Path, *, solved_at: float = 0.95, samples:
             if (found := rates([e for e in tasks.values() if e[grouping] == value], solved_at, samples)) is not None
         }
     return Evaluation(
-        policy=policy,
+        policy=summary.policy,
         rates=rates(list(tasks.values()), solved_at, samples),
         groups=groups,
         error_kinds=dict(Counter(error["kind"] for error in errors).most_common()),
@@ -219,12 +208,3 @@ def _mean_of_means(values: Sequence[np.ndarray]) -> float:
 
 def _trusted(entry: Mapping[str, Any], name: str) -> list[float]:
     return [float(value) for value, passed in zip(entry[name], entry["passed"], strict=True) if passed is not None]
-
-
-def _checked(entry: Any) -> dict[str, Any]:
-    """An entry of a summary, with every list as long as the others."""
-    count = len(entry["passed"])
-    for name in ("passed", "total", "solved", "score", "ends", "errors"):
-        if not isinstance(entry[name], list) or len(entry[name]) != count:
-            raise ValueError(f"{name} is no list of {count} attempts")
-    return {"baseline": int(entry["baseline"]), "category": "", "difficulty": "", **entry}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -69,7 +70,7 @@ def _policy(path: Path) -> dict[str, Any]:
 def _warmup_table(result: PhaseResult) -> Table:
     """The held-out explained variance over steps; long histories are thinned out, first, best and last stay."""
     history = result.details["warmup"]
-    best = _best(result)
+    best, mark_best = _best(result), "best, kept" if _has_best(result) else "kept"
     shown = {0, len(history) - 1, best, *range(0, len(history), max(1, len(history) // 20))}
     table = make_table("explained variance of the reward on held-out tasks, trajectories weighted equally")
     for title in ("step", "epoch", "value loss", "held out", ""):
@@ -77,19 +78,25 @@ def _warmup_table(result: PhaseResult) -> Table:
     for number in sorted(shown):
         line = history[number]
         loss = f"{line['value_loss']:.4f}" if "value_loss" in line else ""
-        mark = "best, kept" if number == best else ""
-        table.add_row(str(line["step"]), f"{line['epoch']:.2f}", loss, f"{line[EXPLAINED]:.3f}", mark)
+        held_out = "" if line[EXPLAINED] is None else f"{line[EXPLAINED]:.3f}"
+        table.add_row(str(line["step"]), f"{line['epoch']:.2f}", loss, held_out, mark_best if number == best else "")
     return table
 
 
 def _best(result: PhaseResult) -> int:
-    """Index of the measurement whose critic was kept: the best after the first step, or the last."""
+    """Index of the measurement whose critic was kept: the best, or the last where nothing could be explained."""
     history = result.details["warmup"]
     epoch = result.metrics["critic/warmup_best_epoch"]
-    return next((n for n, line in enumerate(history) if n and line["epoch"] == epoch), len(history) - 1)
+    return next((n for n, line in enumerate(history) if line["epoch"] == epoch), len(history) - 1)
+
+
+def _has_best(result: PhaseResult) -> bool:
+    return any(line[EXPLAINED] is not None for line in result.details["warmup"])
 
 
 def _ended(result: PhaseResult) -> str:
+    if not _has_best(result):
+        return "the held-out rewards don't vary, so there is nothing to explain: the last critic was kept"
     if result.metrics["critic/warmup_stopped_rising"]:
         return "it ended because the explained variance had stopped rising"
     return "it ended after train.critic.warmup_epochs, before the explained variance had stopped rising"
@@ -104,8 +111,9 @@ def write_warmup_plot(directory: str | Path) -> Path:
     history, best = result.details["warmup"], _best(result)
     figure, axes = new_figure()
     steps = [line["step"] for line in history]
-    axes.plot(steps, [line[EXPLAINED] for line in history], marker="o", markersize=3, label="critic")
-    axes.plot(steps[best], history[best][EXPLAINED], marker="o", markersize=9, fillstyle="none", color="black",
+    explained = [math.nan if line[EXPLAINED] is None else line[EXPLAINED] for line in history]
+    axes.plot(steps, explained, marker="o", markersize=3, label="critic")
+    axes.plot(steps[best], explained[best], marker="o", markersize=9, fillstyle="none", color="black",
               linestyle="none", label="kept")  # fmt: skip
     known = result.metrics[f"critic/{EXPLAINED}_task_mean"]
     axes.axhline(known, linestyle="--", color="gray", label="predictor that knows each task's mean")

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from megatron_t1.errors import IncompleteError
+from megatron_t1.report.printable import print_table, printable
 from megatron_t1.report.show import make_console, make_table
 from megatron_t1.report.transcript import STYLES, token_decoder
 from megatron_t1.trajectory.exchange import is_log
@@ -50,7 +51,7 @@ def print_file(
         store = RolloutStore(path.parent)
         names = store.sealed_ids(path.name)
         if not trajectory:
-            _print_list(path, {name: store.load(name) for name in names}, console)
+            _print_list(path, {name: store.load(name, verify=True) for name in names}, console)
             return
         if trajectory not in names:
             raise IncompleteError(f"there is no trajectory {trajectory!r}", where=str(path))
@@ -84,12 +85,12 @@ def print_record(
         mean = ""
         if span.origin == Origin.SAMPLED:
             mean = f"{float(np.mean(record.logprobs[span.start : span.stop])):.3f}"
-        content = decode(ids.tolist()).replace("\n", NEWLINE) if decode else _few(ids)
+        content = printable(decode(ids.tolist()).replace("\n", NEWLINE)) if decode else _few(ids)
         table.add_row(
             str(span.start), str(span.turn), str(span.stop - span.start), Text(span.origin.name.lower(), style=style),
             Text(str(carry) if carry else "", style="bold green"), mean, Text(content, style=style),
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     if len(found) > len(shown):
         console.print(f"{len(found) - len(shown)} more spans; --all shows them", style="dim")
 
@@ -99,22 +100,22 @@ def print_log(path: Path, console: Console) -> None:
     log = read_exchange(path)
     state = "sealed" if log.sealed else f"not sealed, {log.torn} bytes of a torn frame"
     console.print(f"exchange log, {log.size:,} bytes, {state}", highlight=False)
-    console.print(escape(", ".join(f"{name} {value}" for name, value in log.facts.items())), style="dim")
+    console.print(escape(printable(", ".join(f"{name} {value}" for name, value in log.facts.items()))), style="dim")
     table = make_table()
     for title in ("session", "trajectory", "policy", "requests", "prompt tokens", "sampled tokens"):
         table.add_column(title, justify="left" if title == "trajectory" else "right")
     for number, session in log.sessions.items():
         new, sampled = (sum(len(getattr(t, name)) for t in session.turns) for name in ("new_prompt", "sampled"))
-        cells = number, escape(session.trajectory), session.policy, len(session.turns), new, sampled
+        cells = number, escape(printable(session.trajectory)), session.policy, len(session.turns), new, sampled
         table.add_row(*map(str, cells))
-    console.print(table)
+    print_table(console, table)
 
 
 def _print_header(record: Trajectory, console: Console) -> None:
     header = record.header
-    console.print(f"[bold]{escape(header.trajectory_id)}[/bold]  digest {record.digest}", soft_wrap=True)
+    console.print(f"[bold]{escape(printable(header.trajectory_id))}[/bold]  digest {record.digest}", soft_wrap=True)
     for name, value in _facts(record, header).items():
-        console.print(f"  {name:<14} {escape(str(value))}", highlight=False, soft_wrap=True)
+        console.print(f"  {escape(printable(name)):<14} {escape(printable(value))}", highlight=False, soft_wrap=True)
     console.print(Text.assemble("  ", *((f" {origin.name.lower()} ", style) for origin, style in STYLES.items())))
 
 
@@ -155,14 +156,16 @@ def _facts(record: Trajectory, header: Header) -> dict[str, object]:
 
 
 def _print_list(path: Path, records: dict[str, Trajectory], console: Console) -> None:
-    console.print(f"{escape(path.name)}: {len(records)} records", highlight=False)
+    console.print(f"{escape(printable(path.name))}: {len(records)} records", highlight=False)
     table = make_table()
     for title in ("trajectory", "tokens", "loss", "turns", "ended"):
         table.add_column(title, justify="right" if title in ("tokens", "loss", "turns") else "left")
     for name, record in records.items():
         loss, turns = int(record.loss_mask.sum()), int(record.turn[-1]) + 1
-        table.add_row(escape(name), f"{len(record):,}", f"{loss:,}", str(turns), record.header.end_reason)
-    console.print(table)
+        table.add_row(
+            escape(name), f"{len(record):,}", f"{loss:,}", str(turns), escape(printable(record.header.end_reason))
+        )
+    print_table(console, table)
     console.print("--trajectory ID shows one of them", style="dim")
 
 

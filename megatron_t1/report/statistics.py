@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megatron_t1.errors import IncompleteError, MismatchError
+from megatron_t1.errors import MismatchError
+from megatron_t1.report.summary_file import read_summary
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def wilson_interval(successes: float, count: int, *, confidence: float = 0.95) -
     share, square = successes / count, z * z / count
     centre = (share + square / 2.0) / (1.0 + square)
     half = z * math.sqrt(share * (1.0 - share) / count + square / count / 4.0) / (1.0 + square)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    low = max(0.0, centre - half) if successes else 0.0  # exactly, where rounding leaves a trace
+    return low, min(1.0, centre + half) if successes < count else 1.0
 
 
 def bootstrap_mean(
@@ -131,27 +132,18 @@ def _resampled(scores: list[np.ndarray], chosen: np.ndarray, random: np.random.G
 
 
 def read_evaluation(directory: Path) -> dict[str, dict[str, np.ndarray]]:
-    """task -> {"passed", "total", "solved"}: float [attempts] of one evaluation's summary.json.
+    """task -> {"passed", "total", "solved"}: float [attempts] of one evaluation, NaN without a trusted verdict.
 
     Raises:
         IncompleteError: absent or unreadable.
     """
-    path = directory / "summary.json"
-    try:
-        raw = json.loads(path.read_text())
-        return {
-            task: {
-                name: np.array([np.nan if value is None else value for value in entry[name]], dtype=np.float64)
-                for name in ("passed", "total", "solved")
-            }
-            for task, entry in raw["tasks"].items()
+    return {
+        task: {
+            name: np.array([np.nan if value is None else value for value in entry[name]], dtype=np.float64)
+            for name in ("passed", "total", "solved")
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IncompleteError(
-            f"no readable evaluation summary: {type(error).__name__}: {error}",
-            where=str(path),
-            remedy="run `t1 eval run.dir=...` or let `t1 run` finish",
-        ) from error
+        for task, entry in read_summary(directory).tasks.items()
+    }
 
 
 def compare_evaluations(

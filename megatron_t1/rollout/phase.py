@@ -156,6 +156,7 @@ async def _run_plan(
             client = await engine.client()
         count = min(config.rollout.concurrency, len(pending))
         facts = policy.engine_facts(config, installed_build()) | engine.observed
+        facts["template_sha256"] = getattr(chat, "template_sha256", "")  # formats that are code have none
         log = ExchangeLog(plan.directory, worker=crew.worker, facts=facts)
         with log, _timed(timings, "episodes"), progress:
             play = _player(config, policy, plan, chat, contract, client, store, progress, log)

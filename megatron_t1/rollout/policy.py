@@ -96,7 +96,16 @@ class Policy:
             "logprobs_mode": LOGPROBS_MODE,
             "tokenizer_sha256": atomic.sha256_file(tokenizer) if tokenizer.is_file() else "",
             "model": str(self.model_dir),
+            "model_dtype": config.model.dtype,
+            "chat_format": config.model.chat_format,
+            **self._experts(),
         }
+
+    def _experts(self) -> dict[str, int]:
+        shape = self.route_shape
+        if shape is None:
+            return {}
+        return {"num_experts": shape.num_experts, "top_k": shape.top_k, "num_moe_layers": shape.num_moe_layers}
 
 
 def engine_dtype(config: Config) -> str:

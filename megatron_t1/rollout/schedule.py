@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
@@ -28,10 +29,15 @@ def tasks_of_iteration(
         sources: (names of its tasks, in any order; weight > 0) of each.
 
     Raises:
-        T1Error: a source has no task.
+        T1Error: a source has no task, or a weight that is not a positive number.
     """
     if not sources or not all(names for names, _ in sources):
         raise T1Error("there is no task to play", where="env.tasks", remedy="generate tasks with `t1 tasks generate`")
+    odd = [weight for _, weight in sources if not 0 < weight < math.inf]
+    if odd:
+        raise T1Error(
+            f"a source's weight is {odd[0]}, not a positive number", where="env.weights", remedy="give 1 to each source"
+        )
     start = iteration * count
     owners = _owners([weight for _, weight in sources], seed, start + count)
     walks = [
@@ -45,7 +51,8 @@ def _owners(weights: Sequence[float], seed: int, count: int) -> np.ndarray:
     """int64 [count]: which source each position of the run's sequence takes, by Weyl's golden ratio sequence."""
     offset = int(np.random.default_rng([seed, len(weights)]).integers(2**63))
     positions = np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN_RATIO) + np.uint64(offset)  # modulo 2**64
-    shares = np.cumsum(weights) / np.sum(weights)
+    relative = np.asarray(weights) / np.max(weights)  # so that no sum overflows
+    shares = np.cumsum(relative) / np.sum(relative)
     return np.searchsorted(shares[:-1], (positions >> np.uint64(11)) / 2.0**53, side="right")
 
 

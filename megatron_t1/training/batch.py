@@ -60,14 +60,20 @@ def plan_samples(
     replicas: int,
     capacity: int,
     context_size: int,
+    stream_multiple: int = 1,
     cost: SequenceCost | None = None,
     seed: int = 0,
 ) -> PackingPlan:
-    """The packing plan of all data-parallel replicas; every process computes the same one. See `plan_packing`."""
+    """The packing plan of all data-parallel replicas; every process computes the same one. See `plan_packing`.
+
+    Args:
+        stream_multiple: what the layout pads a whole micro-batch to (`LayoutConfig.stream_multiple`). Only multiples of
+            it are planned for, so that the padding never goes beyond the capacity.
+    """
     return plan_packing(
         [len(sample.ids) for sample in samples],
         data_parallel=replicas,
-        capacity=capacity,
+        capacity=capacity - capacity % stream_multiple,
         multiple=TokenLayout.sequence_multiple(context_size),
         cost=cost,
         seed=seed,

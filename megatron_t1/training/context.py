@@ -76,6 +76,7 @@ class Context:
             replicas=self.replica_count,
             capacity=self.config.train.capacity,
             context_size=parallel_state.get_context_parallel_world_size(),
+            stream_multiple=self.config.layout.stream_multiple,
             cost=SequenceCost.of_architecture(self.config.model.architecture),
             seed=seed,
         )

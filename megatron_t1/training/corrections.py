@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from megatron_t1.config.schema import ActorConfig
+from megatron_t1.errors import T1Error
 from megatron_t1.ppo.corrections import effective_sample_share, importance_correction
 from megatron_t1.ppo.sums import means
 from megatron_t1.training.samples import Sample
@@ -18,6 +19,9 @@ def add_corrections(samples: list[Sample], options: ActorConfig) -> dict[str, fl
 
     Args:
         samples: of the whole rollout, with `trainer_logprobs` and `sampler_logprobs`.
+
+    Raises:
+        T1Error: no token's factor is above 0, so the update would learn nothing from the rollout.
 
     Returns:
         actor/correction (mean factor), correction_touched, correction_rejected (shares of tokens), and the effective
@@ -38,6 +42,13 @@ def add_corrections(samples: list[Sample], options: ActorConfig) -> dict[str, fl
         low=options.correction_low,
         lengths=torch.tensor(lengths),
     )
+    if not bool((factors > 0).any()):
+        raise T1Error(
+            f"train.actor.correction={options.correction} rejects all {sum(lengths)} tokens of the rollout",
+            where="actor/correction_rejected of this rollout, before the update",
+            remedy="`t1 gap` says why sampler and trainer disagree; correction_low and correction_cap bound "
+            "p_trainer / p_sampler",
+        )
     for sample, own in zip(samples, np.split(factors.numpy(), np.cumsum(lengths)[:-1]), strict=True):
         sample.fields[FIELD] = own
     share = effective_sample_share(sums)

@@ -26,10 +26,13 @@ from megatron_t1.training.engine import Engine, LossFunction
 from megatron_t1.training.objectives import critic_objective
 from megatron_t1.training.results import batch_metrics, engine_timings
 from megatron_t1.training.samples import Sample, SampleSet, attach, load_rollouts
-from megatron_t1.training.scoring import score_groups
+from megatron_t1.training.scoring import score_groups, share
 from megatron_t1.training.updates import update_epoch
 from megatron_t1.training.warmup import split_tasks, warm_up
 from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
+
+# Of a warm-up's tasks, how many more than asked for stay out for good, so that an iteration rarely has too few; ours.
+HELD_OUT_MARGIN = 1.25
 
 
 def run_critic(context: Context) -> PhaseResult:
@@ -37,7 +40,8 @@ def run_critic(context: Context) -> PhaseResult:
     with context.timed("load_rollouts"):
         data = load_rollouts(context.paths.rollouts(context.iteration), config, context.contract_facts())
     with context.timed("load_model"):
-        engine, fresh = _load(context, data)
+        engine = new_critic(context)
+        fresh = _load(context, engine, data.samples)
     metrics = batch_metrics(data)
 
     with context.timed("values"):
@@ -71,21 +75,21 @@ def run_critic(context: Context) -> PhaseResult:
     )
 
 
-def _load(context: Context, data: SampleSet) -> tuple[Engine, list[str]]:
+def _load(context: Context, engine: Engine, samples: list[Sample]) -> list[str]:
     if context.counters.critic == 0:
-        return start_critic(context, data.samples)
-    engine = _engine(context)
+        return load_start(context, engine, samples)
     engine.load(context.paths.checkpoint("critic", context.counters.critic))
-    return engine, []
+    return []
 
 
-def _engine(context: Context) -> Engine:
+def new_critic(context: Context) -> Engine:
+    """A critic's model and optimizer, without weights that mean anything."""
     config = context.config
     return Engine(config, context.backend, "value", config.train.critic, replay=config.train.replay.critic)
 
 
-def start_critic(context: Context, samples: list[Sample]) -> tuple[Engine, list[str]]:
-    """A critic that has taken no step yet, and the names of its parameters that come from nowhere.
+def load_start(context: Context, engine: Engine, samples: list[Sample]) -> list[str]:
+    """Give the critic the weights it has before its first step; the names of those that come from nowhere.
 
     From the checkpoint `train.critic.start`, or from the start model, whose head is another's (the bias then from these
     samples, as `train.critic.head_bias` says).
@@ -94,17 +98,18 @@ def start_critic(context: Context, samples: list[Sample]) -> tuple[Engine, list[
         IncompleteError: a file is missing or damaged.
         MismatchError: another architecture; or `train.critic.start` is no critic.
     """
-    engine, options = _engine(context), context.config.train.critic
+    options = context.config.train.critic
+    engine.optimizer_steps = 0
     if options.start:
         engine.load_weights(Path(options.start))
         context.say(f"critic started from {options.start}")
-        return engine, []
+        return []
     report = load_hf(engine.chunks, context.start_model, role="value")
     if options.head_bias == "mean_return":
         set_value_bias(engine.chunks, float(np.mean([sample.reward for sample in samples])))
     engine.parameters_changed()
     context.say(f"critic started from {context.start_model}; newly initialised: {', '.join(report.newly_initialised)}")
-    return engine, report.newly_initialised
+    return report.newly_initialised
 
 
 def critic_loss(engine: Engine) -> LossFunction:
@@ -140,16 +145,47 @@ def _update(
     """Metrics, and the history of a warm-up that ends by itself, which saves the best critic."""
     options, is_warmup = context.config.train.critic, context.counters.is_warmup
     loss, seed = critic_loss(engine), context.config.run.seed + 1000 * context.iteration
+
+    def renew(samples: list[Sample], epoch: int) -> None:
+        """In a warm-up the targets follow the critic; PPO's epochs all keep those of the rollout's policy."""
+        if is_warmup and epoch and needs_new_targets(context):
+            fill_targets(context, engine, samples)
+
     if is_warmup and options.warmup_holdout:
-        held_out, training = split_tasks(data.samples, options.warmup_holdout)
-        found = warm_up(context, engine, held_out, training, loss, save, seed=seed)
+        rollout = context.config.rollout
+        below = HELD_OUT_MARGIN * options.warmup_holdout / (rollout.tasks_per_iteration * rollout.samples_per_task)
+        held_out, training = split_tasks(data.samples, options.warmup_holdout, below)
+        found = warm_up(
+            context,
+            engine,
+            held_out,
+            training,
+            loss,
+            save,
+            seed=seed,
+            before_epoch=lambda epoch: renew(training, epoch),
+        )
+        if found.before_was_best:
+            _load(context, engine, data.samples)
         return {**update_metrics(engine, found.steps), **found.metrics}, found.history
-    steps = [
-        sums
-        for epoch in range(options.warmup_epochs if is_warmup else options.epochs)
-        for sums in update_epoch(context, engine, data.samples, loss, seed=seed, epoch=epoch)
-    ]
+    steps = []
+    for epoch in range(options.warmup_epochs if is_warmup else options.epochs):
+        renew(data.samples, epoch)
+        steps += update_epoch(context, engine, data.samples, loss, seed=seed, epoch=epoch)
     return update_metrics(engine, steps), []
+
+
+def needs_new_targets(context: Context) -> bool:
+    """Whether the critic's targets, or the values its loss is clipped around, depend on the critic itself."""
+    return context.config.train.gae.lambda_critic < 1 or context.config.train.critic.value_clip > 0
+
+
+def fill_targets(context: Context, engine: Engine, samples: list[Sample]) -> None:
+    """`old_values` and `returns` of all samples on every rank, under the critic as it is now."""
+    own = score_values(context, engine, samples)
+    compute_advantages(own, context.config.train.gae, group=context.replicas, device=context.backend.device)
+    for name in ("old_values", "returns"):
+        share(context, samples, [own], name)
 
 
 def update_metrics(engine: Engine, steps: list[Sums]) -> dict[str, float]:

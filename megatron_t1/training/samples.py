@@ -179,9 +179,9 @@ def load_demonstrations(directory: Path, *, vocab_size: int = 0, tokenizer_sha25
     for name in store.ids():
         trajectory = store.load(name, verify=True)
         where = f"{directory}, trajectory {trajectory.header.trajectory_id}"
-        if demonstrates(trajectory) is not None:
+        if (reason := demonstrates(trajectory)) is not None:
             raise T1Error(
-                "the record has no demonstration token",
+                f"the record is no demonstration: {reason.replace('_', ' ')}",
                 where=where,
                 remedy="train.sft.demonstrations names what `t1 tasks demonstrate` wrote; rollouts belong to PPO",
             )

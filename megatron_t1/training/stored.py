@@ -21,13 +21,17 @@ from megatron_t1.config.schema import Config
 from megatron_t1.model.collective import together
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile, require_recorded
-from megatron_t1.training.advantages import compute_advantages
 from megatron_t1.training.context import Context
-from megatron_t1.training.critic import critic_loss, score_values, start_critic, update_metrics
-from megatron_t1.training.engine import Engine
+from megatron_t1.training.critic import (
+    critic_loss,
+    fill_targets,
+    load_start,
+    needs_new_targets,
+    new_critic,
+    update_metrics,
+)
 from megatron_t1.training.results import batch_metrics, engine_timings
 from megatron_t1.training.samples import Sample, SampleSet, load_rollouts
-from megatron_t1.training.scoring import share
 from megatron_t1.training.warmup import split_tasks, warm_up
 from megatron_t1.trajectory.store import RolloutStore
 
@@ -40,9 +44,11 @@ def run_warmup(context: Context) -> PhaseResult:
         directories = [_verified(target) for target in rollouts_of(config.train.critic.rollouts)]
     with context.timed("load_rollouts"):
         data = load_all(directories, context)
-    held_out, training = split_tasks(data.samples, held_out_count(config.train.critic.warmup_holdout, data))
+    wanted = config.train.critic.warmup_holdout
+    held_out, training = split_tasks(data.samples, held_out_count(wanted, data), 0.0 if wanted else HELD_OUT_SHARE)
     with context.timed("load_model"):
-        engine, fresh = start_critic(context, training)
+        engine = new_critic(context)
+        fresh = load_start(context, engine, training)
     files: list[WrittenFile] = []
 
     def save() -> None:
@@ -69,6 +75,8 @@ def run_warmup(context: Context) -> PhaseResult:
             parts=steps_of_an_epoch(context, len(training)),
             before_epoch=targets,
         )
+    if found.before_was_best:
+        load_start(context, engine, training)
     if not files:
         save()
     return PhaseResult(
@@ -137,16 +145,3 @@ def steps_of_an_epoch(context: Context, trajectories: int) -> int:
     rollout, critic = context.config.rollout, context.config.train.critic
     in_a_step = rollout.tasks_per_iteration * rollout.samples_per_task / critic.minibatches
     return max(1, round(trajectories / in_a_step))
-
-
-def needs_new_targets(context: Context) -> bool:
-    """Whether the critic's targets, or the values its loss is clipped around, depend on the critic itself."""
-    return context.config.train.gae.lambda_critic < 1 or context.config.train.critic.value_clip > 0
-
-
-def fill_targets(context: Context, engine: Engine, samples: list[Sample]) -> None:
-    """`old_values` and `returns` of all samples on every rank, under the critic as it is now."""
-    own = score_values(context, engine, samples)
-    compute_advantages(own, context.config.train.gae, group=context.replicas, device=context.backend.device)
-    for name in ("old_values", "returns"):
-        share(context, samples, [own], name)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megatron_t1.config.schema import CriticConfig
+from megatron_t1.config.schema import CriticConfig, GaeConfig
 from megatron_t1.errors import T1Error
+from megatron_t1.ppo.gae import lambda_returns
 from megatron_t1.ppo.statistics import explained_variance
 from megatron_t1.ppo.sums import Sums, means, merge
 from megatron_t1.training.context import Context
@@ -25,10 +26,12 @@ FIELD = "held_out_values"
 NAME = "held_out_explained_variance"
 
 
-def split_tasks(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
-    """(held out, training): whole tasks, until at least `count` trajectories are held out.
+def split_tasks(samples: list[Sample], count: int, share: float = 0.0) -> tuple[list[Sample], list[Sample]]:
+    """(held out, training): whole tasks, at least `count` trajectories held out.
 
-    Tasks are taken in the order of a digest of their names, so the same ones stay out in every iteration.
+    A task's place in 0 to 1 is a digest of its name, whatever is played beside it. Tasks below `share` are held out in
+    every iteration, so none of them is ever trained on; where they are too few, the next ones are too, which another
+    iteration may train on.
 
     Raises:
         T1Error: nothing would be left to train on.
@@ -38,8 +41,9 @@ def split_tasks(samples: list[Sample], count: int) -> tuple[list[Sample], list[S
         by_task[sample.task].append(sample)
     held_out: set[str] = set()
     trajectories = 0
-    for task in sorted(by_task, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if trajectories >= count:
+    places = {task: int.from_bytes(hashlib.sha256(task.encode()).digest()[:8]) / 2**64 for task in by_task}
+    for task in sorted(by_task, key=places.__getitem__):
+        if trajectories >= count and places[task] >= share:
             break
         held_out.add(task)
         trajectories += len(by_task[task])
@@ -53,11 +57,16 @@ def split_tasks(samples: list[Sample], count: int) -> tuple[list[Sample], list[S
 
 
 class StopRule:
-    """When a series stops rising: no new best for `patience` values, after at least `minimum` of them."""
+    """When a series stops rising: no new best for `patience` values, after at least `minimum` of them.
 
-    def __init__(self, minimum: int, patience: int):
+    Args:
+        before: the value before the first, the best so far (`best_at` 0); NaN: there is none.
+    """
+
+    def __init__(self, minimum: int, patience: int, before: float = math.nan):
         self.minimum, self.patience = minimum, patience
-        self.best, self.best_at, self.count = -math.inf, 0, 0
+        self.best = -math.inf if math.isnan(before) else before
+        self.best_at, self.count = 0, 0
 
     def add(self, value: float) -> bool:
         """Whether this value is the best yet; one that isn't a number never is."""
@@ -68,37 +77,58 @@ class StopRule:
         return False
 
     @property
+    def has_best(self) -> bool:
+        """Whether any value so far was a number."""
+        return self.best > -math.inf
+
+    @property
     def is_over(self) -> bool:
         return self.count >= self.minimum and self.count - self.best_at >= self.patience
 
 
-def explained(samples: list[Sample], gamma: float, values: Callable[[Sample], np.ndarray]) -> float:
-    """Explained variance of the discounted reward by `values`, trajectories weighted equally; NaN without variance."""
-    targets, predicted, weights = [], [], []
-    for sample in samples:
-        count = sample.loss_tokens
-        targets.append(sample.reward * gamma ** np.arange(count - 1, -1, -1, dtype=np.float64))
-        predicted.append(values(sample))
-        weights.append(np.full(count, 1.0 / count))
-    arrays = (torch.from_numpy(np.concatenate(rows)) for rows in (predicted, targets, weights))
+def discounted_rewards(samples: list[Sample], options: GaeConfig) -> list[np.ndarray]:
+    """float32 [N] of each sample: what the critic's values are to explain, its lambda-return at lambda = 1.
+
+    That is the reward, discounted as `options` say: from token to token, or from turn to turn.
+    """
+    lengths = torch.tensor([sample.loss_tokens for sample in samples])
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    turns = None
+    if options.turn_level:
+        turns = torch.from_numpy(np.concatenate([sample.fields["turn"].astype(np.int64) for sample in samples]))
+    zeros = torch.zeros(int(lengths.sum()))
+    targets = lambda_returns(zeros, lengths, rewards, gamma=options.gamma, lambda_=1.0, turns=turns)
+    return np.split(targets.numpy(), np.cumsum(lengths.numpy())[:-1])
+
+
+def explained(targets: list[np.ndarray], values: Iterable[np.ndarray]) -> float:
+    """Explained variance of `targets` ([N] of each sample) by `values` ([N] or one number of each), or NaN.
+
+    Trajectories are weighted equally. NaN where the targets don't vary.
+    """
+    predicted = [np.broadcast_to(value, own.shape) for value, own in zip(values, targets, strict=True)]
+    weights = [np.full(len(own), 1.0 / len(own)) for own in targets]
+    arrays = (torch.from_numpy(np.concatenate(rows).astype(np.float64)) for rows in (predicted, targets, weights))
     return explained_variance(*arrays)
 
 
-def explained_by_tasks(samples: list[Sample], gamma: float) -> float:
-    """Explained variance of a predictor that knows each task's mean reward, and nothing of what happened; or NaN.
+def explained_by_tasks(samples: list[Sample], targets: list[np.ndarray]) -> float:
+    """Explained variance by a predictor that knows each task's mean target, and nothing of what happened; or NaN.
 
-    The means are those of these very samples, which explain too much where tasks have few attempts. What they leave is
-    therefore divided by its degrees of freedom, trajectories minus tasks: on average the result is that of the true
-    means. NaN where no task has two attempts.
+    The means are those of these very samples, which explain too much where tasks have few attempts. So what they leave
+    between trajectories is divided by its degrees of freedom, trajectories minus tasks: on average the result is that
+    of the true means. What a target varies by inside a trajectory (gamma below 1) no mean of a task was fitted to, and
+    it counts as it is. NaN where no task has two attempts.
     """
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        rewards[sample.task].append(sample.reward)
-    if len(rewards) == len(samples):
+    own_means = np.array([own.mean(dtype=np.float64) for own in targets])
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for sample, mean in zip(samples, own_means, strict=True):
+        by_task[sample.task].append(float(mean))
+    if len(by_task) == len(samples):
         return math.nan
-    task_means = {task: float(np.mean(own)) for task, own in rewards.items()}
-    found = explained(samples, gamma, lambda sample: np.full(sample.loss_tokens, task_means[sample.task]))
-    return 1.0 - (1.0 - found) * len(samples) / (len(samples) - len(rewards))
+    inside = 1.0 - explained(targets, own_means)  # shares of the targets' variance
+    left = 1.0 - explained(targets, [np.mean(by_task[sample.task]) for sample in samples])
+    return 1.0 - inside - (left - inside) * len(samples) / (len(samples) - len(by_task))
 
 
 @dataclass
@@ -108,6 +138,7 @@ class WarmUp:
     Attributes:
         steps: sums of every optimizer step.
         metrics: of the held-out tasks, and where the best critic was found.
+        before_was_best: whether no step made the critic better than it was before the first.
         history: one entry for each measurement: `step` (optimizer steps of this warm-up), `epoch`,
             `held_out_explained_variance`, and the mean `value_loss` on the training tasks since the one before (which
             the first, before any step, has not).
@@ -116,6 +147,7 @@ class WarmUp:
     steps: list[Sums]
     metrics: dict[str, float]
     history: list[dict[str, float]]
+    before_was_best: bool
 
 
 def warm_up(
@@ -136,25 +168,26 @@ def warm_up(
     are counted in epochs.
 
     Args:
-        save: keeps the critic as it is now; called at every new best, so the last one kept is the best. Where the
-            explained variance is never a number (all rewards equal) there is none.
+        save: keeps the critic as it is now; called at every new best, so the last one kept is the best. Where no step
+            makes a better one (`before_was_best`), or the explained variance is never a number (all rewards equal), it
+            isn't called.
         parts: optimizer steps of an epoch; None: `train.critic.minibatches`, so there is one measurement an epoch.
         before_epoch: called with the number of each epoch before it begins.
     """
     options: CriticConfig = context.config.train.critic
-    gamma, every = context.config.train.gae.gamma, options.minibatches
-    groups = context.groups(held_out)
+    targets, every = discounted_rewards(held_out, context.config.train.gae), options.minibatches
+    groups, steps_before = context.groups(held_out), engine.optimizer_steps
     parts = min(parts or every, len(training))
     each = math.ceil(parts / every)  # measurements of an epoch
-    rule = StopRule(options.warmup_min_epochs * each, options.warmup_patience * each)
     steps: list[Sums] = []
 
     def measured() -> float:
         score_groups(engine, groups, engine.values, "values", field=FIELD)
         share(context, held_out, groups, FIELD)
-        return explained(held_out, gamma, lambda sample: sample.fields[FIELD])
+        return explained(targets, (sample.fields[FIELD] for sample in held_out))
 
     history = [{"step": 0, "epoch": 0.0, NAME: measured()}]
+    rule = StopRule(options.warmup_min_epochs * each, options.warmup_patience * each, before=history[0][NAME])
     for epoch in range(options.warmup_epochs):
         before_epoch(epoch)
         for done, sums in enumerate(
@@ -176,14 +209,16 @@ def warm_up(
                 break
         if rule.is_over:
             break
-    best = history[rule.best_at or -1]
+    best = history[rule.best_at if rule.has_best else -1]
     metrics = {
         "critic/held_out_trajectories": float(len(held_out)),
         f"critic/{NAME}_before": history[0][NAME],
         f"critic/{NAME}": best[NAME],
-        f"critic/{NAME}_task_mean": explained_by_tasks(held_out, gamma),
+        f"critic/{NAME}_task_mean": explained_by_tasks(held_out, targets),
+        "critic/optimizer_steps": float(steps_before + best["step"]),  # of the critic that is kept
+        "critic/warmup_steps": float(len(steps)),
         "critic/warmup_epochs": history[-1]["epoch"],
-        "critic/warmup_best_epoch": best["epoch"] if rule.best_at else 0.0,
-        "critic/warmup_stopped_rising": float(rule.is_over),
+        "critic/warmup_best_epoch": best["epoch"],
+        "critic/warmup_stopped_rising": float(rule.has_best and rule.is_over),
     }
-    return WarmUp(steps, metrics, history)
+    return WarmUp(steps, metrics, history, rule.has_best and rule.best_at == 0)

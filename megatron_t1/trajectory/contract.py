@@ -6,8 +6,24 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_t1.errors import MismatchError
+from megatron_t1.trajectory.typed import integer, number, text
 
 LOGPROBS_MODES = ("raw", "processed")
+CONTRACT_SHAPE = {
+    "temperature": number,
+    "top_p": number,
+    "logprobs_mode": text,
+    "stop_ids": [integer],
+    "tokenizer_sha256": text,
+    "chat_format": text,
+    "engine": text,
+    "engine_dtype": text,
+    "model_dtype": text,
+    "num_experts": integer,
+    "top_k": integer,
+    "num_moe_layers": integer,
+    "router_dtype?": text,
+}
 
 
 @dataclass(frozen=True)

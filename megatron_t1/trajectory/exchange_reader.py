@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from megatron_t1.errors import IncompleteError, naming
+from megatron_t1.regular import open_regular
+from megatron_t1.trajectory import typed
 from megatron_t1.trajectory.exchange import (
     END,
     FINISH_REASONS,
@@ -32,6 +34,17 @@ from megatron_t1.trajectory.exchange import (
     TURN_FIELDS,
     make_frame,
 )
+
+FACTS = {None: (typed.text, typed.number, typed.truth, typed.nothing)}
+SESSION_FIELDS = {"session": typed.integer, "trajectory": typed.text, "policy": typed.integer}
+STATE_FIELDS = {
+    "session": typed.integer,
+    "temperature?": typed.number,
+    "top_p?": typed.number,
+    "stop_ids?": [typed.integer],
+    "weights?": (typed.text, typed.nothing),
+    None: typed.anything,
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,7 @@ class ExchangeFile:
         self.size = len(content)
         self._content = content
         self._states: dict[int, dict[str, Any]] = {}
+        self._lengths: dict[int, int] = {}  # tokens of the last prompt and its answer, by session
 
     @property
     def torn(self) -> int:
@@ -120,11 +134,16 @@ class ExchangeFile:
             if kind == HEADER:
                 if value["schema"] != SCHEMA:
                     raise ValueError(f"schema {value['schema']!r}, this version of megatron-t1 reads {SCHEMA}")
-                self.facts = dict(value["facts"])
+                self.facts = typed.check(value["facts"], FACTS, "facts")
             elif kind == SESSION:
-                self.sessions[int(value["session"])] = LoggedSession(str(value["trajectory"]), int(value["policy"]))
+                typed.check(value, SESSION_FIELDS, "session")
+                if value["session"] in self.sessions:
+                    raise ValueError(f"session {value['session']} begins twice")
+                self.sessions[value["session"]] = LoggedSession(value["trajectory"], value["policy"])
+                self._lengths[value["session"]] = 0
             elif kind == STATE:
-                self._states[int(value.pop("session"))] = value
+                typed.check(value, STATE_FIELDS, "state")
+                self._states[value.pop("session")] = value
             elif kind == END:
                 before = start - FRAME.size
                 if verify and hashlib.sha256(self._content[:before]).hexdigest() != value["sha256"]:
@@ -132,16 +151,16 @@ class ExchangeFile:
                 self.sealed = True
             else:
                 raise ValueError(f"frame of unknown kind {kind} at byte {start - FRAME.size}")
+        if self.sealed and self.torn:
+            raise ValueError(f"it goes on after its last frame, at byte {self.whole}")
 
     def _frames(self, verify: bool) -> Iterator[tuple[int, int, int]]:
         """(kind, first byte, byte after the last) of each payload; stops before a frame that is cut off by the end."""
         while self.whole + FRAME.size <= self.size:
             length, checksum, kind = FRAME.unpack_from(self._content, self.whole)
             start = self.whole + FRAME.size
-            if start + length > self.size:
+            if self.sealed or start + length > self.size:
                 return
-            if self.sealed:
-                raise ValueError(f"it goes on after its last frame, at byte {self.whole}")
             # A seal commits to every byte at once; frame by frame is for files without one.
             if verify and zlib.crc32(self._content[start : start + length], zlib.crc32(bytes([kind]))) != checksum:
                 raise ValueError(f"the frame at byte {self.whole} is damaged")
@@ -154,6 +173,12 @@ class ExchangeFile:
         new = prompt - kept
         if new < 0 or len(payload) != TURN_FIELDS.size + 4 * new + 8 * sampled:
             raise ValueError(f"the turn at byte {at} has {len(payload)} bytes, which isn't what it states")
+        # What a turn repeats must be there: a number from outside never decides how much memory is taken.
+        if kept > self._lengths[session]:
+            raise ValueError(f"the turn at byte {at} keeps {kept} tokens of {self._lengths[session]}")
+        if start >= 0 and overlap > rows:
+            raise ValueError(f"the turn at byte {at} has {rows} rows of routes, {overlap} of which had come before")
+        self._lengths[session] = prompt + sampled
         offset = TURN_FIELDS.size
         arrays = []
         for dtype, count in (("<i4", new), ("<i4", sampled), ("<f4", sampled)):
@@ -179,11 +204,12 @@ def read_exchange(path: str | Path, *, verify: bool = True) -> ExchangeFile:
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             content: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         content = memoryview(content)
     except (OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
-        raise IncompleteError(f"the exchange log can't be read: {error}", where=str(path)) from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise IncompleteError(f"the exchange log can't be read: {problem}", where=str(path)) from error
     if bytes(content[: len(MAGIC)]) != MAGIC:
         raise IncompleteError("this file is no exchange log", where=str(path))
     log = ExchangeFile(path, content)
@@ -218,10 +244,21 @@ def seal_abandoned(paths: Iterable[Path]) -> None:
             os.fsync(file.fileno())
 
 
+def _rebuilt_size(session: LoggedSession) -> int:
+    """The longest stream that the turns make, up to one that keeps more than there is."""
+    longest = length = 0
+    for turn in session.turns:
+        if turn.kept > length:
+            break
+        length = turn.prompt_length + len(turn.sampled)
+        longest = max(longest, length)
+    return longest
+
+
 def rebuild(session: LoggedSession) -> Exchanged:
     """The stream that a session's requests and answers make, checked against the SHA-256 of every prompt."""
     problems: list[str] = []
-    size = max((turn.prompt_length + len(turn.sampled) for turn in session.turns), default=0)
+    size = _rebuilt_size(session)
     ids, owner = np.zeros(size, np.int32), np.full(size, -1, np.int32)
     logprobs = np.full(size, np.nan, np.float32)
     length, numbers = 0, []

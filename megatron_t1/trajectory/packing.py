@@ -107,6 +107,7 @@ def plan_packing(
 
     Raises:
         T1Error: nothing to pack, an empty sequence, or one that exceeds the capacity, which is named (ROLL#298).
+        ConfigError: lengths that are no integers; a multiple or data_parallel below 1.
     """
     cost = cost or SequenceCost()
     tokens = _checked(lengths, capacity, multiple, names)
@@ -125,9 +126,12 @@ def plan_packing(
 
 
 def _checked(lengths: Sequence[int], capacity: int, multiple: int, names: Sequence[str] | None) -> np.ndarray:
-    raw = np.asarray(lengths, np.int64)
+    raw = np.asarray(lengths)
     if raw.ndim != 1 or len(raw) == 0:
         raise T1Error("there is no sequence to train on", remedy="see why every trajectory was excluded")
+    if raw.dtype.kind not in "iu" or multiple < 1:
+        raise ConfigError(f"lengths are integers (found {raw.dtype}) and multiple is positive (found {multiple})")
+    raw = raw.astype(np.int64)
     tokens = -(-raw // multiple) * multiple
     for problem, wrong in (
         ("has no token", raw < 1),

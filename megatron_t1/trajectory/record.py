@@ -17,7 +17,8 @@ import numpy as np
 
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.trajectory import tensorfile
-from megatron_t1.trajectory.contract import SamplingContract
+from megatron_t1.trajectory.contract import CONTRACT_SHAPE, SamplingContract
+from megatron_t1.trajectory.typed import anything, check, integer, nothing, number, text, truth
 from megatron_t1.trajectory.validation import FIELD_DTYPES, OPTIONAL_FIELDS, validate
 
 SCHEMA_VERSION = 2  # 1 has no `excluded`
@@ -26,6 +27,34 @@ RECORD_FORMAT = "megatron-t1 trajectory"
 FIELDS = tuple(FIELD_DTYPES)
 DIGEST_LENGTH = 64  # SHA-256 in hexadecimal
 IMPORTED = "imported"  # key of Header.extra: the file that `t1 import` made the record of
+
+
+VERDICT_SHAPE = {
+    "passed": integer,
+    "total": integer,
+    "baseline": integer,
+    "trusted": truth,
+    "reason?": text,
+    "checks?": {None: truth},
+    "statuses?": {None: text},
+    "source?": text,
+    "rewards?": {None: number},
+}
+HEADER_SHAPE = {
+    "trajectory_id": text,
+    "task": text,
+    "attempt": integer,
+    "iteration": integer,
+    "policy_versions": [integer],
+    "end_reason": text,
+    "verdict": (nothing, {None: anything}),
+    "reward": {None: number},
+    "contract": (nothing, {None: anything}),
+    "counts?": {None: number},
+    "timings_s?": {None: number},
+    "extra?": {None: anything},
+    "schema?": integer,
+}
 
 
 class Origin(IntEnum):
@@ -111,7 +140,12 @@ class Header:
         return raw
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Header:
+    def from_json(cls, raw: Any) -> Header:
+        """Raises ValueError, naming the field, for JSON of another shape; values are taken as they are."""
+        check(raw, HEADER_SHAPE, "header")
+        for name, shape in (("verdict", VERDICT_SHAPE), ("contract", CONTRACT_SHAPE)):
+            if raw[name] is not None:
+                check(raw[name], shape, f"header.{name}")
         verdict, contract = raw["verdict"], raw["contract"]
         return cls(
             **{

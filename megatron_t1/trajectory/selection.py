@@ -19,6 +19,7 @@ UNTRUSTED = "untrusted_verdict"
 NO_REWARD = "no_reward"
 NO_SAMPLED_TOKEN = "no_sampled_token"
 NO_DEMONSTRATION = "no_demonstration_token"
+MIXED = "sampled_and_demonstrated"
 TIMED_OUT = "agent_timeout"
 INFRASTRUCTURE = "infrastructure_lost"
 TIMED_OUT_POLICIES = ("score", "exclude")
@@ -47,15 +48,20 @@ def trainable(trajectory: Trajectory, *, timed_out_policy: str = "score") -> str
         return TIMED_OUT
     if not np.isfinite(header.reward.get("total", np.nan)):
         return NO_REWARD
-    if not np.any(trajectory.loss_mask & (trajectory.origin == Origin.SAMPLED)):
-        return NO_SAMPLED_TOKEN
-    return None
+    return _only(trajectory, Origin.SAMPLED, NO_SAMPLED_TOKEN)
 
 
 def demonstrates(trajectory: Trajectory) -> str | None:
     """Why SFT can't train on a trajectory, or None when it can."""
-    demonstrated = trajectory.loss_mask & (trajectory.origin == Origin.DEMONSTRATION)
-    return None if np.any(demonstrated) else NO_DEMONSTRATION
+    return _only(trajectory, Origin.DEMONSTRATION, NO_DEMONSTRATION)
+
+
+def _only(trajectory: Trajectory, origin: Origin, none: str) -> str | None:
+    """None where the loss is on tokens of this origin alone; a loss reads its whole mask, so a mixture has no place."""
+    own = trajectory.origin[trajectory.loss_mask] == origin
+    if not own.any():
+        return none
+    return None if own.all() else MIXED
 
 
 @dataclass

@@ -6,17 +6,21 @@
 
 A shard appears whole by one rename and only then are its single files removed, so a reader that lists single files
 first and shards second meets every trajectory, and counts one that is in both places once. There is no central index to
-lose: several writers may add to one directory at once.
+lose: several writers may add to one directory at once. An id belongs to one record: two shards that both hold it, or
+one that holds it twice, are an error of whoever reads them, never a matter of order.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +28,21 @@ import numpy as np
 
 from megatron_t1 import atomic
 from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.paths import within
 from megatron_t1.phase import WrittenFile
 from megatron_t1.trajectory import record, tensorfile
 from megatron_t1.trajectory.exchange import is_log, log_names
 from megatron_t1.trajectory.exchange_reader import read_exchange, seal_abandoned
 from megatron_t1.trajectory.record import SCHEMA_VERSION, Header, Trajectory
+from megatron_t1.trajectory.typed import anything, check, text
 
 SUFFIX = ".safetensors"
 SHARD_SUFFIX = ".shard.safetensors"
 SHARD_FORMAT = "megatron-t1 shard"
 SHARD_SIZE = 128
+NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a directory, over a network
+INDEX_SHAPE = [{"header": {"trajectory_id": text, None: anything}, "digest": text}]
+DUPLICATE_REMEDY = "remove the file that doesn't belong there; ids must be unique in a store"
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@,-]{0,199}")
 
 
@@ -45,6 +54,25 @@ def check_id(trajectory_id: str) -> str:
             remedy="use 1 to 200 letters, digits and ._=+@,- that start with a letter, a digit or _",
         )
     return trajectory_id
+
+
+class DuplicateError(IncompleteError):
+    """Two records of one id: nobody can say which one is meant."""
+
+
+@dataclass
+class Survey:
+    """What a store holds where files may be damaged.
+
+    Attributes:
+        places: id -> name of the file that is read for it, sorted by id.
+        unreadable: name of a file -> what is wrong with it.
+        duplicates: what is wrong with an id that several files hold.
+    """
+
+    places: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, T1Error] = field(default_factory=dict)
+    duplicates: list[DuplicateError] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -60,13 +88,16 @@ class _Shard:
     def __init__(self, path: Path):
         self.file = tensorfile.TensorFile(path)
         record.require_format(self.file, SHARD_FORMAT)
+        self.items: dict[str, _Item] = {}
         try:
-            self.items = {
-                check_id(raw["header"]["trajectory_id"]): _Item(index, raw["header"], raw["digest"])
-                for index, raw in enumerate(record.json_header(self.file, "records"))
-            }
-        except (KeyError, TypeError) as error:
-            raise IncompleteError(f"the shard's index is damaged ({error!r})", where=str(path)) from error
+            entries = check(record.json_header(self.file, "records"), INDEX_SHAPE, "records")
+        except ValueError as error:
+            raise IncompleteError(f"the shard's index is damaged: {error}", where=str(path)) from error
+        for index, raw in enumerate(entries):
+            trajectory_id = check_id(raw["header"]["trajectory_id"])
+            if trajectory_id in self.items:
+                raise DuplicateError(f"it holds {trajectory_id!r} twice", where=str(path), remedy=DUPLICATE_REMEDY)
+            self.items[trajectory_id] = _Item(index, raw["header"], raw["digest"])
 
     def load(self, trajectory_id: str, *, verify: bool) -> Trajectory:
         item = self.items[trajectory_id]
@@ -89,6 +120,8 @@ class RolloutStore:
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self._shards: dict[str, _Shard] = {}  # shards never change, so an index is read once
+        self._places: dict[str, str] = {}  # id -> shard, of the shards called `_indexed`
+        self._indexed: set[str] = set()
         self._digests: dict[str, str] = {}  # file name -> SHA-256 computed while this process wrote it
 
     def add(self, trajectory: Trajectory) -> Path:
@@ -106,23 +139,47 @@ class RolloutStore:
         return path
 
     def add_many(self, trajectories: Iterable[Trajectory], *, shard_size: int = SHARD_SIZE) -> None:
-        """Store records directly in shards, for example demonstrations by the thousand. Raises as `add`."""
-        known = set(self.ids())
-        pending: list[Trajectory] = []
+        """Store records directly in shards, for example demonstrations by the thousand.
+
+        One process at a time does so in a directory; all ids are looked at before anything is written.
+
+        Raises:
+            T1Error: an id is no plain name, occurs twice or belongs to another record (nothing was written then), or
+                the disk is full.
+        """
+        trajectories = list(trajectories)
+        if not trajectories:
+            return
         for trajectory in trajectories:
-            trajectory_id = check_id(trajectory.header.trajectory_id)
-            if trajectory_id in known:
-                if not any(trajectory_id == other.header.trajectory_id for other in pending):
+            check_id(trajectory.header.trajectory_id)
+        with self._alone():
+            known, fresh, seen = set(self.ids()), [], set()
+            for trajectory in trajectories:
+                trajectory_id = trajectory.header.trajectory_id
+                if trajectory_id in seen:
+                    raise self._taken(trajectory_id)
+                seen.add(trajectory_id)
+                if trajectory_id in known:
                     self._require_same(trajectory)
-                    continue
-                raise self._taken(trajectory_id)
-            known.add(trajectory_id)
-            pending.append(trajectory)
-            if len(pending) == shard_size:
-                self._write_shard(pending)
-                pending = []
-        if pending:
-            self._write_shard(pending)
+                else:
+                    fresh.append(trajectory)
+            for start in range(0, len(fresh), shard_size):
+                self._write_shard(fresh[start : start + shard_size])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other process writes shards here; goes without where the file system has no locks."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            yield
+        finally:
+            os.close(descriptor)
 
     def seal(self, shard_size: int = SHARD_SIZE) -> None:
         """Merge all single files into shards and seal the exchange logs that killed writers left.
@@ -135,7 +192,7 @@ class RolloutStore:
         """
         seal_abandoned(self._logs())
         singles = self._list_singles()
-        sealed = {trajectory_id for shard in self._list_shards().values() for trajectory_id in shard.items}
+        sealed = set(self._sealed())
         for trajectory_id in [trajectory_id for trajectory_id in singles if trajectory_id in sealed]:
             self._require_same(self._load_single(trajectory_id))
             self._single(trajectory_id).unlink(missing_ok=True)
@@ -157,10 +214,7 @@ class RolloutStore:
     def ids(self) -> list[str]:
         """Ids of all trajectories, sorted."""
         singles = self._list_singles()  # before the shards: see the module's docstring
-        found = set(singles)
-        for shard in self._list_shards().values():
-            found.update(shard.items)
-        return sorted(found)
+        return sorted({*singles, *self._sealed()})
 
     def sealed_ids(self, shard: str) -> list[str]:
         """Ids of the trajectories in the shard of that file name, sorted. Raises IncompleteError when there is none."""
@@ -168,24 +222,46 @@ class RolloutStore:
             raise IncompleteError("there is no such shard", where=str(self.directory / shard))
         return sorted(self._list_shards()[shard].items)
 
-    def survey(self, only: str = "") -> tuple[dict[str, str], dict[str, T1Error]]:
-        """What can be read where files are damaged: id -> name of its file, sorted; and name -> what is wrong with it.
+    def survey(self, only: str = "") -> Survey:
+        """What can be read where files are damaged.
 
         Args:
             only: name of the one file to look at.
         """
-        places: dict[str, str] = {}
-        unreadable: dict[str, T1Error] = {}
-        names = [only] if only else self._files()
-        for name in sorted(names, key=lambda name: not name.endswith(SHARD_SUFFIX)):  # a single file is read first
+        found = Survey()
+        try:
+            names = [only] if only else self._files()
+        except OSError as error:
+            found.unreadable[self.directory.name] = IncompleteError(f"the directory can't be read: {error.strerror}")
+            return found
+        for name in sorted(names, key=lambda name: name.endswith(SHARD_SUFFIX)):  # a single file is read first
             try:
-                if name.endswith(SHARD_SUFFIX):
-                    places.update(dict.fromkeys(self._open_shard(name).items, name))
-                else:
-                    places[check_id(name.removesuffix(SUFFIX))] = name
+                held = self._open_shard(name).items if name.endswith(SHARD_SUFFIX) else [self._id_of(name)]
+            except DuplicateError as error:
+                found.duplicates.append(DuplicateError(f"{name}: {error.problem}", where=error.where))
+                continue
             except T1Error as error:
-                unreadable[name] = error
-        return dict(sorted(places.items())), unreadable
+                found.unreadable[name] = error
+                continue
+            for trajectory_id in held:
+                other = found.places.setdefault(trajectory_id, name)
+                if other != name and not self._is_sealed_copy(trajectory_id, other, name):
+                    found.duplicates.append(_twice(trajectory_id, other, name, self.directory))
+        found.places = dict(sorted(found.places.items()))
+        return found
+
+    def _is_sealed_copy(self, trajectory_id: str, single: str, shard: str) -> bool:
+        """Whether a single file is the record that was sealed into a shard, about to be removed."""
+        if single.endswith(SHARD_SUFFIX):
+            return False
+        try:
+            found = tensorfile.TensorFile(self.directory / single).metadata.get("digest")
+        except IncompleteError:  # gone, or said to be unreadable by whoever loads it
+            return True
+        return found == self._open_shard(shard).items[trajectory_id].digest
+
+    def _id_of(self, name: str) -> str:
+        return check_id(name.removesuffix(SUFFIX))
 
     def load_from(self, name: str, trajectory_id: str, *, verify: bool = False) -> Trajectory:
         """The record in the file of that name (see `survey`), or where it was sealed since. Raises as `load`."""
@@ -194,7 +270,7 @@ class RolloutStore:
         try:
             return self._load_single(trajectory_id, verify=verify)
         except IncompleteError:
-            now = self.survey()[0].get(trajectory_id, name)
+            now = self.survey().places.get(trajectory_id, name)
             if now == name:
                 raise
             return self.load_from(now, trajectory_id, verify=verify)
@@ -234,10 +310,10 @@ class RolloutStore:
             except IncompleteError:
                 if path.is_file():
                     raise
-        for name, shard in self._list_shards().items():
-            for trajectory_id, item in shard.items.items():
-                if trajectory_id not in found:
-                    found[trajectory_id] = record.parse_header(item.header, where=f"{name} ({trajectory_id})")
+        for trajectory_id, name in self._sealed().items():
+            if trajectory_id not in found:
+                item = self._shards[name].items[trajectory_id]
+                found[trajectory_id] = record.parse_header(item.header, where=f"{name} ({trajectory_id})")
         return dict(sorted(found.items()))
 
     def written_files(self, run_dir: str | Path) -> list[WrittenFile]:
@@ -255,8 +331,7 @@ class RolloutStore:
             if digest is None:
                 self._verify(path.name)
                 digest = atomic.sha256_file(path)
-            relative = path.resolve().relative_to(Path(run_dir).resolve())
-            found.append(WrittenFile(str(relative), path.stat().st_size, digest))
+            found.append(WrittenFile(str(within(path, run_dir)), path.stat().st_size, digest))
         return found
 
     def _verify(self, name: str) -> None:
@@ -285,13 +360,25 @@ class RolloutStore:
 
     def _list_singles(self) -> list[str]:
         names = (name for name in self._files() if not name.endswith(SHARD_SUFFIX))
-        return [check_id(name.removesuffix(SUFFIX)) for name in names]
+        return [self._id_of(name) for name in names]
 
     def _list_shards(self) -> dict[str, _Shard]:
         for name in self._files():
             if name.endswith(SHARD_SUFFIX):
                 self._open_shard(name)
         return self._shards
+
+    def _sealed(self) -> dict[str, str]:
+        """Id -> name of its shard, of all shards; raises DuplicateError where two hold one id."""
+        shards = self._list_shards()
+        if shards.keys() != self._indexed:
+            places: dict[str, str] = {}
+            for name, shard in sorted(shards.items()):
+                for trajectory_id in shard.items:
+                    if (other := places.setdefault(trajectory_id, name)) != name:
+                        raise _twice(trajectory_id, other, name, self.directory)
+            self._places, self._indexed = places, set(shards)
+        return self._places
 
     def _open_shard(self, name: str) -> _Shard:
         if name not in self._shards:
@@ -308,7 +395,8 @@ class RolloutStore:
         return [self.directory / name for name in log_names(self.directory)]
 
     def _shard_of(self, trajectory_id: str) -> _Shard | None:
-        return next((shard for shard in self._list_shards().values() if trajectory_id in shard.items), None)
+        name = self._sealed().get(trajectory_id)
+        return None if name is None else self._shards[name]
 
     def _require_same(self, trajectory: Trajectory) -> None:
         trajectory_id = trajectory.header.trajectory_id
@@ -334,12 +422,17 @@ class RolloutStore:
             records.append({"header": trajectory.header.to_json(), "digest": trajectory.digest})
             tensors.update({f"{index}/{name}": array for name, array in trajectory.arrays().items()})
         content = hashlib.sha256("".join(item["digest"] for item in records).encode()).hexdigest()
-        path = (
-            self.directory / f"{content[:24]}{SHARD_SUFFIX}"
-        )  # named by content: a repeated seal writes the same file
+        # Named by content: a repeated seal writes the same file.
+        path = self.directory / f"{content[:24]}{SHARD_SUFFIX}"
         metadata = {
             "format": SHARD_FORMAT,
             "schema": str(SCHEMA_VERSION),
             "records": json.dumps(records, sort_keys=True, separators=(",", ":"), default=lambda item: item.item()),
         }
         self._digests[path.name] = tensorfile.write(path, tensors, metadata)
+
+
+def _twice(trajectory_id: str, one: str, other: str, directory: Path) -> DuplicateError:
+    return DuplicateError(
+        f"{one} and {other} both hold {trajectory_id!r}", where=str(directory), remedy=DUPLICATE_REMEDY
+    )

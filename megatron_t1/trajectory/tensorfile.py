@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_t1 import atomic
 from megatron_t1.errors import IncompleteError, T1Error
+from megatron_t1.regular import open_regular
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -176,13 +177,13 @@ class TensorFile:
     """A safetensors file: its metadata, and read-only arrays that are views of the mapped (if small: the read) file.
 
     Raises (at construction):
-        IncompleteError: truncated, or not a safetensors file at all.
+        IncompleteError: truncated, or not a safetensors file at all, or no regular file.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 self.metadata, self.entries = _read_header(self.path, file, size)
         except OSError as error:
@@ -191,20 +192,31 @@ class TensorFile:
         self._buffer: mmap.mmap | bytes | None = None
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The array called `name`: read-only, shares memory with the file; KeyError when there is none."""
+        """The array called `name`: read-only, shares memory with the file; KeyError when there is none.
+
+        Raises:
+            IncompleteError: the file is gone, or has changed, since it was opened.
+        """
         entry = self.entries[name]
         if entry.start == entry.stop:
             return np.empty(entry.shape, entry.dtype)
         if self._buffer is None:
-            with open(self.path, "rb") as file:
-                small = self._size < MAP_FROM_BYTES
-                self._buffer = file.read() if small else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._buffer = self._contents()
         if len(self._buffer) != self._size:
             raise _broken(
                 self.path, f"the file changed from {self._size} to {len(self._buffer)} bytes while it was open"
             )
         count = (entry.stop - entry.start) // entry.dtype.itemsize
         return np.frombuffer(self._buffer, entry.dtype, count=count, offset=entry.start).reshape(entry.shape)
+
+    def _contents(self) -> mmap.mmap | bytes:
+        try:
+            with open_regular(self.path) as file:
+                small = self._size < MAP_FROM_BYTES
+                return file.read() if small else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
+            problem = error.strerror if isinstance(error, OSError) else error
+            raise IncompleteError(f"can't read: {problem}", where=str(self.path)) from error
 
 
 def _read_header(path: Path, file, size: int) -> tuple[dict[str, str], dict[str, Entry]]:

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from megatron_t1.attribution.measures import (
     Measure,
     Step,
+    Sums,
     attribute,
     lowering,
     measure,
     paired_sums,
+    quantile_95,
     raising,
     ratio_error,
 )
@@ -35,6 +37,25 @@ def test_a_setting_is_compared_on_the_tokens_it_has():
     assert found.tokens == 3 and found.gap == pytest.approx(1.25 / 3) and found.change == pytest.approx(-0.25 / 3)
     k3 = [math.exp(d) - 1 - d for d in (-0.25, 0.0, -1.0)]
     assert found.kl == pytest.approx(np.mean(k3))
+
+
+def test_what_is_not_finite_is_left_out_and_does_not_spread():
+    sampler, before = [np.array([-1.0, -2.0, -3.0])], [np.array([-1.5, np.nan, -3.5])]
+    found = measure(paired_sums([np.array([-np.inf, -2.5, -3.0])], before, sampler))
+    assert found.tokens == 1 and found.gap == 0 and found.change == -0.5
+
+
+def test_few_trajectories_have_a_wider_interval():
+    for freedom, exact in ((1, 12.706), (3, 3.182), (10, 2.228), (11, 2.201), (30, 2.042), (1000, 1.962)):
+        assert quantile_95(freedom) == pytest.approx(exact, abs=0.03)
+    assert math.isnan(quantile_95(0))
+    random, covered = np.random.default_rng(0), 0
+    for _ in range(2000):
+        changes = random.normal(0.3, 1.0, 4)
+        sums = Sums(np.full(4, 9.0), np.ones(4), np.ones(4), 9.0 * changes, 1.0)
+        found = measure(sums)
+        covered += abs(found.change - 0.3) <= found.error
+    assert covered / 2000 > 0.93  # 1.96 standard errors cover it in 86%
 
 
 def test_no_token_gives_no_number():

@@ -1,13 +1,16 @@
 import copy
+import json
 from functools import cache
 
 import pytest
 
-from megatron_t1.config.compose import compose, group_names
-from megatron_t1.config.inputs import device_problems, missing_inputs, run_dir_problems
+from megatron_t1.config.compose import compose, group_names, save
+from megatron_t1.config.inputs import device_problems, missing_inputs, other_reward, run_dir_problems
+from megatron_t1.config.schema import LayoutConfig, RewardConfig
 from megatron_t1.config.validate import OWN_ENGINE_ARGUMENTS, check, unbuildable, validate
 from megatron_t1.errors import ConfigError
 from megatron_t1.resources import resource_dir
+from megatron_t1.trajectory.layout import TokenLayout
 
 LAYOUTS_122B = [
     name for name in group_names([resource_dir("conf")])["layout"] if name.startswith("gpus") and "_" not in name
@@ -45,6 +48,14 @@ CLASHES = [
     ({"layout__dispatcher": "flex"}, ["layout.dispatcher='flex'", "alltoall"]),
     ({"layout__recompute": "some"}, ["layout.recompute='some'"]),
     ({"rollout__max_context": 9000}, ["rollout.max_context=9000", "train.capacity=4096"]),
+    (
+        {"rollout__max_context": 511, "train__capacity": 511, "layout__context": 2},
+        ["rollout.max_context=511, padded to a multiple of 4", "exceeds train.capacity=511"],
+    ),
+    (
+        {"train__gae__length_adaptive_alpha": 0.05, "train__gae__lambda_actor": 0.9},
+        ["train.gae.length_adaptive_alpha=0.05", "lambda_actor=0.9"],
+    ),
     ({"rollout__max_tokens_per_turn": 600}, ["rollout.max_tokens_per_turn=600"]),
     ({"rollout__seeded": True}, ["chunked_prefill=false"]),
     ({"rollout__top_p": 0.9}, ["rollout.top_p=0.9"]),
@@ -202,6 +213,65 @@ def test_directories_without_a_model_or_a_task(tmp_path):
     problems = missing_inputs(config, ("env.tasks", "model.path"))
     assert "no task in it" in problems[0]
     assert "no model, tokenizer.json, *.safetensors missing" in problems[1]
+
+
+def critic_of(directory, **state):
+    """A checkpoint as far as small files tell."""
+    directory.mkdir(parents=True)
+    (directory / "checkpoint.json").write_text("{}")
+    (directory / "state.json").write_text(json.dumps({"role": "value", **state}))
+    return directory
+
+
+def start_problems(critic, **values):
+    return missing_inputs(with_values(train__critic__start=str(critic), **values), ["train.critic.start"])
+
+
+def test_a_critic_of_another_scale_or_discount_is_no_start(tmp_path):
+    critic = critic_of(tmp_path / "warm" / "critic")
+    assert start_problems(critic) == []  # nobody says what it was made with
+    save(with_values(reward__scale=0.1, train__gae__gamma=0.9), tmp_path / "warm" / "config.yaml")
+    said = "\n".join(start_problems(critic))
+    assert "reward.scale=0.1, here it is 0.25" in said and "train.gae.gamma=0.9, here it is 1" in said
+    assert start_problems(critic, reward__scale=0.1, train__gae__gamma=0.9) == []
+    of_a_run = critic_of(tmp_path / "warm" / "checkpoints" / "critic" / "iter_0002")
+    assert len(start_problems(of_a_run)) == 2
+
+
+def test_another_reward_is_named_with_both_values():
+    own = RewardConfig()
+    assert other_reward(RewardConfig(), own) == ""
+    said = other_reward(RewardConfig(_target_="megatron_t1.environment.reward.BinaryReward", scale=2.0), own)
+    assert "reward._target_=megatron_t1.environment.reward.BinaryReward, here it is" in said
+    assert "reward.scale=2.0, here it is 0.25" in said
+    assert "reward.cap=8.0, here it is 0.0" in other_reward(RewardConfig(cap=8.0), own)
+
+
+def test_what_an_interrupted_phase_left_is_no_start(tmp_path):
+    for critic, phase in (
+        (tmp_path / "warm" / "critic", "phases/iter_0000/warmup"),
+        (tmp_path / "run" / "checkpoints" / "critic" / "iter_0003", "phases/iter_0002/critic"),
+    ):
+        root = critic_of(critic).parents[0 if critic.name == "critic" else 2]
+        save(defaults(), root / "config.yaml")
+        (root / phase).mkdir(parents=True)
+        assert f"the {phase.rpartition('/')[2]} phase that writes it isn't finished" in "".join(start_problems(critic))
+        (root / phase / "result.json").write_text("{}")
+        assert start_problems(critic) == []
+
+
+def test_an_actor_is_no_critic_to_start_from(tmp_path):
+    actor = critic_of(tmp_path / "run" / "checkpoints" / "actor" / "iter_0001", role="policy")
+    assert "it is the checkpoint of a policy, not of a critic" in start_problems(actor)[0]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 4), (2, 2), (4, 3)])
+def test_the_padding_that_validation_counts_is_that_of_the_layout(sizes):
+    context, tensor = sizes
+    multiple = LayoutConfig(context=context, tensor=tensor).stream_multiple
+    for length in (1, multiple, multiple + 1, 97):
+        layout = TokenLayout((length,), context, 0, tensor, 0, tensor > 1)
+        assert layout.total == -(-length // multiple) * multiple
 
 
 def test_a_run_does_not_lie_inside_another(tmp_path):

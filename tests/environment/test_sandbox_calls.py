@@ -18,7 +18,7 @@ HEADERS = {
     "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"),
     "aarch64": ("/usr/include/asm-generic/unistd.h",),
 }
-NAMES_WITH_RULES = {"clone", "clone3", "unshare", "ioctl", "socket"}
+NAMES_WITH_RULES = {"clone", "clone3", "unshare", "ioctl", "socket", "socketpair"}
 
 
 def run(program, number, audit, *arguments):
@@ -57,7 +57,7 @@ def expected(architecture, number, audit, *arguments):
         return refused(errno.EPERM)
     if name == "ioctl" and low[1] in (0x5412, 0x541C):
         return refused(errno.EPERM)
-    if name == "socket" and low[0] not in (1, 2, 10, 16):
+    if name in ("socket", "socketpair") and low[0] not in (1, 2, 10, 16):
         return refused(errno.EAFNOSUPPORT)
     return 0x7FFF0000
 

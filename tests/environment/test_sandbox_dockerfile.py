@@ -54,9 +54,9 @@ def test_arguments_and_bases(image):
     first, second = [step for step in found.steps if isinstance(step, RunCommand)]
     arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     assert found.base == "debian:12-slim"
-    assert first.env == {"A": "x", "TAG": "", "TARGETARCH": arch, "B": "x/"}
+    assert first.env == {"A": "x", "TAG": "12", "TARGETARCH": arch, "B": "x/12"}  # the default from before FROM
     assert second.env["A"] == "env"  # an ENV wins over an ARG of its name
-    assert found.env == {"B": "x/", "A": "env"}  # arguments end with the build
+    assert found.env == {"B": "x/12", "A": "env"}  # arguments end with the build
 
 
 def test_shell_and_user(image):

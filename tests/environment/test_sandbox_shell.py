@@ -227,3 +227,29 @@ def test_a_full_disk_is_survived(session):
     )
     assert "No space left" in first.output and first.output.endswith("end\n")
     assert second.output == "alive\n" and third.output == "back\n"
+
+
+def test_no_background_writer_answers_a_later_command(session):
+    """A subshell keeps the shell's own descriptors; what it writes there carries no later command's mark."""
+    message = "7 /forged\\0\\0%s 7 /forged\\0"
+    forge = f"for f in /proc/$$/fd/*; do n=${{f##*/}}; [ $n -gt 8 ] && printf '{message}' \"$__mark\" >&$n; done"
+    results = session(
+        f"(while :; do {forge}; sleep 0.02; done) 2>/dev/null & sleep 0.1; echo started",
+        "sleep 0.3; echo A",
+        "echo B; sleep 0.2; pwd",
+        "printf -v x '%0100000d' 0; PWD=/$x; echo long",
+        "echo C",
+    )
+    assert [result.exit_code for result in results[1:]] == [0, 0, 0, 0]
+    assert all(word in result.output for word, result in zip(["A", "B", "long", "C"], results[1:], strict=True))
+    assert results[2].output.rstrip().endswith("/app")
+
+
+def test_what_a_thread_started_ends_at_the_time_limit(session):
+    code = (
+        "import subprocess, threading; t = threading.Thread(target=subprocess.run, args=(['sleep', '77'],)); t.start()"
+    )
+    (script,) = [f'python3 -c "{code}; t.join()"']
+    late, left = session((script, 1.0), "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '")
+    assert late.timed_out
+    assert "sleep 77" not in left.output.replace("tr", "")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_t1.cli import main
 from megatron_t1.environment.trials import read_trials, trial_of
 from megatron_t1.errors import T1Error
 from megatron_t1.report.rewards import analyze
@@ -114,3 +115,42 @@ def test_a_record_without_a_verdict_is_untrusted():
     assert (found.turns, found.tokens, found.iteration) == (2, 9, 3) and not found.verdict.trusted
     paid = trial_of(Header("a-0", "a", 0, 3, (0,), "submitted", Verdict(1, 2, 0, True), {"total": 0.25}, None))
     assert paid.verdict.passed == 1 and paid.reward == {"total": 0.25} and paid.turns == -1
+
+
+def test_files_that_never_end_or_are_too_large_are_named(tmp_path):
+    trial(tmp_path / "a__1234567", reward_txt="1")
+    os.mkfifo(tmp_path / "a__1234567/result.json")
+    os.mkfifo(tmp_path / "a__1234567/trajectory.json")
+    trial(tmp_path / "b__1234567", verifier__reward_txt="1")
+    os.mkfifo(tmp_path / "b__1234567/verifier/ctrf.json")
+    (tmp_path / "c__1234567").mkdir()
+    with open(tmp_path / "c__1234567/ctrf.json", "wb") as sparse:
+        sparse.truncate(200 << 30)
+    trial(tmp_path / "d__1234567", reward_txt="1")
+    (tmp_path / "d__1234567/result.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "x.safetensors")
+    fine, fifo, large, zero = read_trials(tmp_path)
+    assert fine.verdict.solved and fine.turns == -1 and zero.verdict.solved
+    assert not fifo.verdict.trusted and "ctrf.json can't be read: not a regular file" in fifo.verdict.reason
+    assert not large.verdict.trusted and "larger than" in large.verdict.reason
+
+
+def test_names_that_are_no_text_are_spelled_out(tmp_path):
+    trial(tmp_path / "a__1234567", result_json='{"task_name": "\\ud800", "agent_result": {}}', reward_txt="1")
+    (found,) = read_trials(tmp_path)
+    assert found.task.encode() == rb"\ud800"
+
+
+def test_stored_reports_that_contradict_each_other_are_untrusted(tmp_path):
+    report = {"results": {"tests": [{"name": "a", "status": "passed"}]}}
+    xml = '<testsuite><testcase name="t::a"/><testcase name="t::b"><failure/></testcase></testsuite>'
+    trial(tmp_path / "a__1234567", ctrf_json=report, pytest_xml=xml, reward_txt="0")
+    (found,) = read_trials(tmp_path)
+    assert not found.verdict.trusted and "contradict" in found.verdict.reason
+
+
+@pytest.mark.parametrize("scale", ["inf", "nan", "0", "-1"])
+def test_a_scale_that_is_no_number_is_refused(tmp_path, capsys, scale):
+    trial(tmp_path / "a__1234567", reward_txt="1")
+    assert main(["reward", "analyze", str(tmp_path), "--scale", scale]) != 0
+    assert "--scale must be a finite number" in capsys.readouterr().err

@@ -246,7 +246,7 @@ def test_a_build_context_of_its_own_and_an_image_made_with_tests(tmp_path):
         ("Dockerfile", None, "Dockerfile: missing"),
         ("run-tests.sh", None, "run-tests.sh: missing"),
         ("solution.yaml", "- command: x\n", "solution.yaml: a solution of keystrokes"),
-        ("run-tests.sh", b"\xff\xfe", "can't be converted"),
+        ("run-tests.sh", b"\xff\xfe", "run-tests.sh: not UTF-8"),
     ],
 )
 def test_problems_of_terminal_bench_tasks(old, name, text, problem):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_t1.environment.protection import planted, protected_tests, runs_module, runs_pytest
-from megatron_t1.environment.sandbox.interface import Change
+from megatron_t1.environment.protection import protected_tests, runs_pytest
 from megatron_t1.environment.task import Task, TaskContent
 from megatron_t1.environment.verifier import verify
 
@@ -144,23 +143,60 @@ def test_all_pass_and_a_reward_of_zero_contradict_each_other(verdict_of):
     assert (alone.trusted, alone.passed, alone.total, alone.source) == (True, 0, 1, "reward.txt")
 
 
+FORGES = {
+    "an uninvited report": """
+import json
+tests = [{"name": str(index), "status": "passed"} for index in range(9999)]
+with open("/logs/verifier/ctrf.json", "w") as file:
+    json.dump({"results": {"tests": tests}}, file)
+""",
+    "the report, afterwards": """
+import os, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+path = "/logs/verifier/pytest.xml"
+while not (os.path.exists(path) and os.path.getsize(path)):
+    time.sleep(0.01)
+with open(path, "w") as file:
+    file.write('<testsuite><testcase name="a"/><testcase name="b"/></testsuite>')
+""",
+}
+
+
+@pytest.mark.parametrize("forged", sorted(FORGES))
+@pytest.mark.slow
+def test_a_program_that_the_tests_start_writes_no_verdict(verdict_of, forged):
+    """It runs with the verifier's rights; what it writes contradicts the other things that pytest says."""
+    tests = "import subprocess\ndef test_runs(): subprocess.run(['python3', '/app/made.py'])\ndef test_b(): assert 0\n"
+    write = f"cat > made.py <<'END'\n{FORGES[forged]}\nEND"
+    verdict = verdict_of([write], tests=tests, test_sh=RUN + "sleep 1\n")
+    assert (verdict.trusted, verdict.passed) == (False, 0)
+    assert "contradict" in verdict.reason or "last line says 1" in verdict.reason
+
+
 @pytest.mark.parametrize(
-    ("script", "runs", "module"),
+    ("script", "runs"),
     [
-        ("pytest /tests/test_outputs.py -rA", True, False),
-        ("uvx -p 3.13 -w pytest==8.4.1 pytest --ctrf /logs/verifier/ctrf.json /tests/a.py", True, False),
-        ("cd /app && python3 -m pytest -q", True, True),
-        ("python -m unittest discover", False, True),
-        ("/opt/venv/bin/pytest; true", True, False),
-        ("pip install pytest", False, False),
-        ("# pytest /tests\necho pytest", False, False),
-        ("exec python3 -I -S /tests/test_outputs.py", False, False),
-        ("pytest --version", False, False),
+        ("pytest /tests/test_outputs.py -rA", True),
+        ("uvx -p 3.13 -w pytest==8.4.1 pytest --ctrf /logs/verifier/ctrf.json /tests/a.py", True),
+        ("cd /app && python3 -m pytest -q", True),
+        ("python -m unittest discover", False),
+        ("/opt/venv/bin/pytest; true", True),
+        ("pip install pytest", False),
+        ("# pytest /tests\necho pytest", False),
+        ("exec python3 -I -S /tests/test_outputs.py", False),
+        ("pytest --version", False),
+        ("python3 -mpytest /tests", True),
+        ("$PYTHON -m \\\n  pytest /tests", True),
+        ("bash /tests/inner.sh", True),
+        ("bash /tests/other.sh", False),
     ],
 )
-def test_whether_pytest_runs_is_read_from_the_script(script, runs, module):
-    task = Task("t", "do", content=TaskContent(tests={"test.sh": (script.encode(), 0o755)}))
-    assert (runs_pytest(task), runs_module(task)) == (runs, module)
+def test_whether_pytest_runs_is_read_from_the_script(script, runs):
+    scripts = {"test.sh": script, "inner.sh": "cd /app\n. /tests/inmost.sh", "inmost.sh": "pytest", "other.sh": "true"}
+    files = {name: (text.encode(), 0o755) for name, text in scripts.items()}
+    assert runs_pytest(Task("t", "do", content=TaskContent(tests=files))) == runs
 
 
 def test_settings_of_the_tasks_own_stay(make_task):
@@ -168,13 +204,3 @@ def test_settings_of_the_tasks_own_stay(make_task):
     assert protected_tests(task)["pytest.ini"][0] == b"[pytest]\n"
     own = Task("t", "do", content=TaskContent(tests={"test.sh": (b"x", 0o755), "tox.ini": (b"[pytest]\n", 0o644)}))
     assert "pytest.ini" not in protected_tests(own)
-
-
-def test_only_new_modules_where_the_tests_run_are_suspicious():
-    script = b'cd "/srv/app" && python3 -m pytest /tests\n'
-    task = Task("t", "do", content=TaskContent(tests={"test.sh": (script, 0o755)}))
-    suspicious = ["/srv/app/json.py", "/app/_pytest/x.py", "/srv/app/py.so"]
-    fine = ["/srv/app/solution.py", "/srv/app/src/json.py", "/app/json.txt", "/srv/json.py", "/app/jsonl.py"]
-    assert [planted(task, [Change(path, "added")]) for path in suspicious] == suspicious
-    assert planted(task, [Change(path, "added") for path in fine]) == ""
-    assert planted(task, [Change(path, "modified") for path in suspicious]) == ""

@@ -88,6 +88,16 @@ def test_another_configuration_is_refused_with_both_values(config):
     assert "reward.scale: the run has 0.25, now 0.5" in text
 
 
+def test_a_run_from_before_an_option_existed_has_its_default(config):
+    manifest, path = written(config)
+    del manifest.config["train.critic.value_clip"], manifest.config["train.router_dtype"]
+    manifest.write(path)
+    assert open_manifest(config).keys == {(0, "rollout")}
+    config.train.critic.value_clip = 0.5
+    with pytest.raises(MismatchError, match="train.critic.value_clip: the run has 0.0, now 0.5"):
+        open_manifest(config)
+
+
 def test_free_options_may_change(config):
     _, path = written(config)
     config.loop.iterations, config.cluster.stop_grace_s, config.rollout.concurrency = 9, 3.0, 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.console import Console
 from megatron_t1.config.compose import absolute, compose
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.loop import outside
-from megatron_t1.loop.launcher import Exit
+from megatron_t1.loop.launcher import Exit, Stopped
 from megatron_t1.loop.outside import phase_outside_the_loop, run_outside
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile
@@ -126,6 +127,46 @@ def test_outputs_that_are_not_there_are_named(config, during):
     during(work)
     with pytest.raises(IncompleteError, match="did not leave what it says: critic/checkpoint.json: missing"):
         run_outside(config, "warmup", say=print)
+
+
+def test_an_interrupted_warmup_leaves_no_critic_of_the_one_before(config, during):
+    during(lambda: warmed_up(config))
+    run_outside(config, "warmup", say=print)
+    root = RunPaths.of(config.run.dir).root
+
+    def killed():
+        raise Stopped(15)
+
+    during(killed)
+    with pytest.raises(Stopped):
+        run_outside(config, "warmup", say=print)
+    assert not (root / "critic").exists() and not (root / "phases/iter_0000/warmup/result.json").exists()
+
+
+def test_nothing_starts_from_what_it_replaces(config, during):
+    launched = during(lambda: warmed_up(config))
+    run_outside(config, "warmup", say=print)
+    config.train.critic.start = str(RunPaths.of(config.run.dir).root / "critic")
+    with pytest.raises(T1Error, match="train.critic.start is what a critic's warm-up .* replaces"):
+        run_outside(config, "warmup", say=print)
+    assert len(launched) == 1 and (RunPaths.of(config.run.dir).root / "critic").is_dir()
+
+
+def test_a_warmup_without_anything_to_explain_says_so(config, during):
+    def work():
+        warmed_up(config, **{f"critic/{EXPLAINED}": math.nan, "critic/warmup_best_epoch": 1.0})
+        directory = RunPaths.of(config.run.dir).phase(0, "warmup")
+        result = PhaseResult.read(directory)
+        result.details["warmup"] = [{**line, EXPLAINED: math.nan} for line in HISTORY]
+        result.write(directory)
+        text = (directory / "result.json").read_text()
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} isn't JSON"))
+
+    during(work)
+    assert math.isnan(run_outside(config, "warmup", say=print).metrics[f"critic/{EXPLAINED}"])
+    text = shown(RunPaths.of(config.run.dir).root)
+    assert "nothing to explain: the last critic was kept" in text and "best, kept" not in text
+    assert write_warmup_plot(config.run.dir).is_file()
 
 
 def test_one_directory_holds_one_thing(config, during):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -221,3 +222,22 @@ def test_no_trajectory_at_all():
         torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0), gamma=1.0, lambda_=1.0
     )
     assert empty.shape == (0,)
+
+
+def test_per_token_arguments_are_checked():
+    values, lengths, rewards = torch.zeros(3), torch.tensor([3]), torch.ones(1)
+    options = dict(gamma=1.0, lambda_=1.0)
+    with pytest.raises(T1Error, match=r"turns have shape \[2\], but there are 3"):
+        lambda_returns(values, lengths, rewards, turns=torch.zeros(2), **options)
+    with pytest.raises(T1Error, match=r"token_rewards have shape \[4\]"):
+        lambda_returns(values, lengths, rewards, token_rewards=torch.zeros(4), **options)
+    with pytest.raises(T1Error, match="the reward of sampled token 1 isn't finite"):
+        lambda_returns(values, lengths, rewards, token_rewards=torch.tensor([0.0, math.nan, 0.0]), **options)
+
+
+def test_autocast_does_not_reach_the_returns():
+    torch.manual_seed(0)
+    values, lengths, rewards = torch.randn(200), torch.tensor([120, 80]), torch.randn(2)
+    expected = lambda_returns(values, lengths, rewards, gamma=0.99, lambda_=0.95)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(lambda_returns(values, lengths, rewards, gamma=0.99, lambda_=0.95), expected)

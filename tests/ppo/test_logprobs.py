@@ -200,3 +200,16 @@ def test_two_vocabulary_parallel_ranks_equal_one(tmp_path, padded):  # Megatron-
         assert found[rank][5].tolist() == [3.0, 4.0]
     torch.testing.assert_close(found[0][4] + found[1][4], s.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.cat([found[0][3], found[1][3]]), w.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_lacks_rows_is_refused():
+    with pytest.raises(T1Error, match="the vocabulary has 20 tokens, the weight ends with row 9"):
+        token_logprobs(torch.randn(2, 8), torch.randn(10, 8), torch.tensor([1, 3]), vocab_size=20)
+
+
+def test_autocast_does_not_reach_the_logits():
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([1, 3, 0, 9])
+    expected, _ = token_logprobs(hidden, weight, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(token_logprobs(hidden, weight, targets)[0], expected)

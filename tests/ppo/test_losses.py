@@ -187,6 +187,26 @@ def test_extreme_ratios_stay_finite():
     assert torch.isfinite(loss) and torch.isfinite(new.grad).all() and torch.isfinite(metrics["approx_kl"]).all()
 
 
+def test_tokens_beyond_the_bound_of_the_ratio_are_counted():
+    new = torch.tensor([-1.0, -30.0, -30.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.5, -1.0, -1.0, -30.0])
+    weights = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    loss, metrics = policy_loss(new, old, torch.tensor([1.0, 1.0, 1.0, -1.0]), clip_low=0.2, clip_high=0.2,
+                                weights=weights)  # fmt: skip
+    loss.backward()
+    assert metrics["log_ratio_bounded"].tolist() == [2.0, 3.0]
+    assert new.grad[1] == 0 and new.grad[3] == 0
+
+
+def test_the_pull_to_the_reference_is_strongest_where_the_policy_is_furthest_off():
+    far = torch.tensor([0.0, -30.0], requires_grad=True)
+    reference = torch.tensor([-30.0, 0.0])
+    (gradient,) = torch.autograd.grad(kl_estimate(far, reference, "k2").sum(), far)
+    assert gradient.tolist() == [30.0, -30.0]
+    (gradient,) = torch.autograd.grad(kl_estimate(far, reference, "k3").sum(), far)
+    assert gradient.tolist() == [1.0, 0.0]
+
+
 def test_unknown_choices_are_refused():
     zeros = torch.zeros(2)
     with pytest.raises(ConfigError, match="'k4'"):

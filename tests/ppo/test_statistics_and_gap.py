@@ -66,6 +66,14 @@ def test_explained_variance():
     assert math.isnan(explained_variance(torch.zeros(4), torch.ones(4)))
 
 
+def test_explained_variance_has_no_scale_of_its_own():
+    returns = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    values = torch.tensor([1.5, 2.0, 3.0], dtype=torch.float64)
+    for scale in (1e-9, 1.0, 1e9):
+        assert explained_variance(values * scale, returns * scale) == pytest.approx(0.75)
+        assert math.isnan(explained_variance(values * scale, torch.full_like(returns, 0.1 * scale)))
+
+
 def test_explained_variance_adds_up_and_skips_poison():
     target, values = torch.tensor([1.0, 2.0, 5.0, float("nan")]), torch.tensor([1.5, 2.5, 4.0, float("nan")])
     weights = torch.tensor([1.0, 1.0, 1.0, 0.0])

@@ -27,10 +27,11 @@ def evaluated(run: Path, policy: int, passed: list[int]) -> None:
     directory = RunPaths.of(run).evaluation(policy)
     directory.mkdir(parents=True)
     tasks = {
-        f"task-{number}": {"passed": [value], "total": [4], "solved": [value == 4]}
+        f"task-{number}": {"passed": [value], "total": [4], "solved": [value == 4], "score": [value / 4],
+                           "ends": ["submitted"], "errors": [None], "baseline": -1, "category": "", "difficulty": ""}
         for number, value in enumerate(passed)
-    }
-    (directory / "summary.json").write_text(json.dumps({"tasks": tasks}))
+    }  # fmt: skip
+    (directory / "summary.json").write_text(json.dumps({"version": 2, "policy": policy, "tasks": tasks}))
 
 
 def trained(run: Path, iterations: int, explained: list[float]) -> None:

@@ -46,7 +46,7 @@ def test_what_can_not_be_paired_is_refused(sides):
 
 def write(directory, tasks):
     directory.mkdir(parents=True)
-    (directory / "summary.json").write_text(json.dumps({"version": 1, "policy": 0, "tasks": tasks}))
+    (directory / "summary.json").write_text(json.dumps({"version": 2, "policy": 0, "tasks": tasks}))
     return directory
 
 
@@ -55,6 +55,12 @@ def task(passed, total=4):
         "passed": passed,
         "total": [None if p is None else total for p in passed],
         "solved": [None if p is None else p == total for p in passed],
+        "score": [None if p is None else p / total for p in passed],
+        "ends": ["submitted"] * len(passed),
+        "errors": [{"kind": "verifier", "reason": "broken"} if p is None else None for p in passed],
+        "baseline": -1,
+        "category": "",
+        "difficulty": "",
     }
 
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import os
 from statistics import NormalDist
 
 import numpy as np
@@ -15,7 +16,7 @@ from rich.console import Console
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import IncompleteError
 from megatron_t1.report.evaluation import evaluate_summary, print_evaluation, rates, write_report
-from megatron_t1.report.statistics import bootstrap_mean, pass_at_k, wilson_interval
+from megatron_t1.report.statistics import bootstrap_mean, pass_at_k, read_evaluation, wilson_interval
 from megatron_t1.rollout.summary import evaluation_summary
 from megatron_t1.trajectory.record import Header, Verdict
 
@@ -50,6 +51,11 @@ def test_wilson_solves_its_equation(successes, count):
         assert abs(share - end) == pytest.approx(z * math.sqrt(end * (1 - end) / count), abs=1e-7)
     low, high = wilson_interval(successes, count)
     assert 0 <= low <= share + 1e-12 and share - 1e-12 <= high <= 1 and high - low > 0
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 48, 1000])
+def test_wilson_ends_exactly_at_nothing_and_at_everything(count):
+    assert wilson_interval(0, count)[0] == 0.0 and wilson_interval(count, count)[1] == 1.0
 
 
 @pytest.mark.parametrize(("successes", "count"), [(0, 0), (2, 1), (-1, 3)])
@@ -147,4 +153,47 @@ def test_nothing_but_errors(tmp_path):
 def test_other_summaries_are_refused(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(IncompleteError, match="no readable evaluation summary"):
+        evaluate_summary(tmp_path)
+
+
+ENTRY = {"passed": [1, None, 2], "total": [2, None, 2], "solved": [False, None, True], "score": [0.5, None, 1.0],
+         "ends": ["submitted", "sandbox_lost", "submitted"], "errors": [None, {"kind": "x", "reason": "y"}, None],
+         "baseline": 0, "category": "a", "difficulty": ""}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"solved": [1, None, True]}, {"solved": [False, None, "x"]}, {"solved": [True, None, True]},
+        {"errors": [None, None, None]}, {"errors": [None, "x", None]}, {"errors": [None, {"kind": 1}, None]},
+        {"errors": [{"kind": "x", "reason": "y"}] * 3}, {"errors": [None, {"kind": "x"}, None]},
+        {"passed": [5, None, 2]}, {"passed": [-1, None, 2]}, {"passed": [True, None, 2]}, {"passed": [1.0, None, 2]},
+        {"passed": [math.nan, None, 2]}, {"passed": [1, 1, 2]}, {"passed": []}, {"passed": None},
+        {"total": [2, None, 10**400]}, {"total": ["2", None, 2]}, {"score": [math.nan, None, 1.0]},
+        {"score": [1.5, None, 1.0]}, {"score": [10**400, None, 1.0]}, {"score": [0.5, None]}, {"ends": [None, "", ""]},
+        {"baseline": None}, {"baseline": -2}, {"baseline": 0.5}, {"baseline": True}, {"category": None},
+        {"difficulty": []},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("read", [evaluate_summary, read_evaluation])
+def test_a_summary_that_contradicts_itself_is_refused(tmp_path, wrong, read):
+    for entry, fine in ((ENTRY, True), ({**ENTRY, **wrong}, False)):
+        (tmp_path / "summary.json").write_text(json.dumps({"version": 2, "policy": 0, "tasks": {"t": entry}}))
+        if fine:
+            assert read(tmp_path)
+            continue
+        with pytest.raises(IncompleteError, match="task t"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"version": 9}, {"version": None}, {"policy": "0"}, {"policy": -1}, {"tasks": []}])
+def test_a_summary_of_another_kind_is_refused(tmp_path, wrong):
+    (tmp_path / "summary.json").write_text(json.dumps({"version": 2, "policy": 0, "tasks": {}, **wrong}))
+    with pytest.raises(IncompleteError, match="no readable evaluation summary"):
+        evaluate_summary(tmp_path)
+
+
+def test_a_summary_that_never_ends_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "summary.json")
+    with pytest.raises(IncompleteError, match="not a regular file"):
         evaluate_summary(tmp_path)

@@ -54,3 +54,26 @@ def test_what_is_no_record_is_said_to_be_none(tmp_path, capsys, content):
     (tmp_path / "x.safetensors").write_bytes(content)
     assert main(["inspect", str(tmp_path / "x.safetensors")]) == 1
     assert "x.safetensors" in capsys.readouterr().err
+
+
+def test_orders_to_the_terminal_and_broken_text_are_shown(tmp_path, capsys):
+    record = build("task-1", task="\x1b[2J\ud800", extra={"note\x1b": "\x1b]0;x\x07"})
+    save(record, tmp_path / "x.safetensors")
+    assert main(["inspect", str(tmp_path / "x.safetensors")]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output and r"\x1b[2J\ud800" in output and r"\x1b]0;x\x07" in output
+    with ExchangeLog(tmp_path, facts={"engine": "\x1b[2J"}) as log:
+        log.session("\x1b[31mred", 0)
+    assert main(["inspect", str(log.path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_damaged_record_of_a_shard_is_not_listed_as_if_it_were_whole(tmp_path, capsys):
+    record = build("a-0")
+    RolloutStore(tmp_path).add_many([record])
+    (shard,) = tmp_path.glob("*.shard.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[content.index(record.ids.tobytes())] ^= 1
+    shard.write_bytes(content)
+    assert main(["inspect", str(shard)]) == 1
+    assert "digest" in capsys.readouterr().err

@@ -56,6 +56,13 @@ def test_only_the_engine_makes_sampled_tokens():  # trl#5224
         (answer([5], logprobs=[float("nan")]), "log-probability nan"),
         (answer([5], logprobs=[-9999.0]), "log-probability -9999"),
         (answer([5], logprobs=[0.5]), "log-probability 0.5"),
+        (answer([5], logprobs=["-0.5"]), "log-probabilities that are no numbers"),
+        (answer([5], logprobs=[-(10**400)]), "log-probabilities that are no numbers"),
+        (answer([5], logprobs=[-1e60]), "log-probability -inf"),
+        (b"[" * 100_000, "RecursionError"),
+        (answer([5]).replace(b'tokens": 0', b'tokens": "x"'), "cached_tokens is 'x'"),
+        (answer([5]).replace(b'tokens": 0', b'tokens": -1'), "cached_tokens is '-1'"),
+        (answer([5]).replace(b'tokens": 0', b'tokens": 1e99'), "expected a number of tokens"),
         (answer([5], reason="length"), "ended by length after 1 of 8"),
     ],
 )

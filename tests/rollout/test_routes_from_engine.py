@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import os
 
 import numpy as np
@@ -12,6 +15,7 @@ from megatron_t1.rollout.engine.completion import Completion
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid
 from megatron_t1.rollout.stream import TokenStream
 from megatron_t1.trajectory.record import Origin
+from megatron_t1.trajectory.routes import decode_routes
 from tests.rollout.conftest import SHAPE, answer, completion, routes_for
 from tests.rollout.test_engine_command import arguments
 
@@ -46,6 +50,45 @@ def test_a_span_that_leaves_a_gap_never_enters_a_stream():  # router#184
         stream.append_sampled(late)
     stream.append_sampled(completion(SAMPLED, PROMPT, routes_from=0, routes=routes_for(ROWS)))
     assert stream.routes_from == ROWS
+
+
+def encoded(header: dict, data: bytes) -> str:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, header)
+    return base64.b64encode(file.getvalue() + data).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        base64.b64encode(b"PK\x03\x04").decode(),  # an archive, broken
+        encoded({"descr": "|u1", "fortran_order": False, "shape": (10**12, 4, 2)}, b"\0" * 8),
+        encoded({"descr": "|u1", "fortran_order": False, "shape": (2**62, 4)}, b""),
+        encoded({"descr": "|u1", "fortran_order": False, "shape": (2, 2)}, b"\0" * 5),
+        encoded({"descr": "|O", "fortran_order": False, "shape": (1,)}, b"\0" * 8),
+        base64.b64encode(b"\x93NUMPY\x01\x00\x04\x00((((").decode(),
+        base64.b64encode(b"\x93NUMPY\x09\x00\x04\x00{}  ").decode(),
+        "",
+        "no base64",
+    ],
+)
+def test_what_is_no_array_of_its_size_is_refused_before_it_is_allocated(text):
+    with pytest.raises(ValueError):
+        decode_routes(text)
+    body = json.loads(answer(SAMPLED))
+    body["choices"][0]["routed_experts"] = text
+    with pytest.raises(EngineAnswerInvalid, match="routed experts"):
+        Completion.from_response(
+            json.dumps(body).encode(), prompt_length=PROMPT, max_tokens=8, routes_from=0, route_shape=SHAPE, where="x"
+        )
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_arrays_of_either_order_and_version_are_read(order, version):
+    rows, file = np.asarray(routes_for(5), order=order), io.BytesIO()
+    np.lib.format.write_array(file, rows, version)
+    assert np.array_equal(decode_routes(base64.b64encode(file.getvalue()).decode()), rows)
 
 
 @pytest.mark.parametrize("written", [0, 16, ROWS - 1])

@@ -2,11 +2,19 @@
 
 import json
 
+import jinja2
 import numpy as np
 import pytest
 
 from megatron_t1.errors import ConfigError, T1Error
-from megatron_t1.rollout.formats import Command, ConversationRefused, FormatProblem, Submit, load_format
+from megatron_t1.rollout.formats import (
+    Command,
+    ConversationRefused,
+    FormatProblem,
+    Submit,
+    load_format,
+    template_budget,
+)
 from megatron_t1.rollout.formats.call_syntax import EXAMPLE, learn
 from megatron_t1.rollout.formats.jinja_template import ChatTemplate, TemplateFailed
 from megatron_t1.trajectory.record import Origin
@@ -135,6 +143,51 @@ def test_a_template_is_sandboxed(tmp_path, attack):
     (tmp_path / "chat_template.jinja").write_text(attack)
     with pytest.raises(TemplateFailed):
         ChatTemplate(tmp_path).render([{"role": "user", "content": "x"}], tools=None, opening=True)
+
+
+LOOP = "{% for i in range(99999) %}"
+GROWING = "{% set ns = namespace(x='abcdefgh') %}" + LOOP + "{% set ns.x = EXPRESSION %}{% endfor %}"
+COSTLY = [
+    LOOP * 2 + "{% endfor %}" * 2,
+    LOOP + "{{ range(99999) | sum }}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
+    *(GROWING.replace("EXPRESSION", made) for made in ("ns.x ~ ns.x", "ns.x + ns.x", "[ns.x, ns.x] | join")),
+    LOOP + "{% set y %}{{ messages | tojson }}{{ y }}{{ y }}{% endset %}{{ y }}{% endfor %}",
+    "{{ 'a' * 10000000000 }}",
+    "{{ ('a' * 10000000000) | length }}",
+    "{{ 'a' | center(10000000000) }}",
+    "{{ 'a'.ljust(10000000000) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%*d' % (10000000000, 1) }}",
+    "{{ '{:10000000000}'.format(1) }}",
+    "{{ '%10000000000d' | format(1) }}",
+    "{{ 9 ** (9 ** 9) }}",
+]
+
+
+@pytest.mark.parametrize("source", COSTLY)
+def test_a_template_that_computes_too_much_is_refused(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(template_budget, "STEPS", 200_000)
+    monkeypatch.setattr(template_budget, "SIZE_MAX", 1 << 20)
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(TemplateFailed, match="the rendering needs"):
+        ChatTemplate(tmp_path).render([{"role": "user", "content": "x"}], tools=None, opening=True)
+
+
+def test_counting_changes_nothing_of_what_is_rendered(tmp_path):
+    source = (
+        "{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ loop.length }}{{ m.content | trim }}{% endfor %}"
+        "{% for m in messages[::-1] if m.role == 'user' %}{{ m.role }}{% break %}{% else %}none{% endfor %}"
+        "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{% for q in missing %}q{% endfor %}"
+        "{{ 3 * 'ab' ~ 5 % 2 ~ 2 ** 3 }}{{ '%02d' % 7 }}{{ '{:>3}'.format(1) }}"
+        "{{ messages | map(attribute='role') | join }}"
+        "{{ range(3) | list }}{{ none }}{{ 1 + 2 }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(source)
+    messages = [{"role": "user", "content": " a "}, {"role": "tool", "content": "b"}]
+    rendered = ChatTemplate(tmp_path).render(messages, tools=None, opening=True)
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    assert rendered == plain.from_string(source).render(messages=messages)
 
 
 def test_where_templates_are_found(tmp_path):

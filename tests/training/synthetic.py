@@ -15,7 +15,7 @@ from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
 from megatron_t1.training.samples import Sample
 from megatron_t1.trajectory.contract import SamplingContract
-from megatron_t1.trajectory.record import EndReason, Header, Origin, Trajectory, Verdict
+from megatron_t1.trajectory.record import IMPORTED, EndReason, Header, Origin, Trajectory, Verdict
 from megatron_t1.trajectory.store import RolloutStore
 from tests.tiny_model import ARCHITECTURE, tiny_config
 
@@ -76,6 +76,7 @@ def episode(
         "verdict": None if demonstration else Verdict(passed=passed, total=4, baseline=0, trusted=True),
         "reward": {} if demonstration else {"total": 0.25 * passed},
         "contract": None if demonstration else agreed or contract(),
+        "extra": {IMPORTED: "synthetic"},  # no engine made it: there is no exchange log
     }
     logprobs = np.where(origin == Origin.SAMPLED, -3.0 - 2.0 * random.random(length), np.nan).astype(np.float32)
     return Trajectory(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_t1.training.batch import MicroBatch, ReplayShape, build_micro_batch
+from megatron_t1.config.schema import LayoutConfig
+from megatron_t1.training.batch import MicroBatch, ReplayShape, build_micro_batch, lengths_of, plan_samples
 from megatron_t1.training.samples import Sample
+from megatron_t1.trajectory.layout import TokenLayout
 from tests.training.synthetic import EXPERTS, GARBAGE, LAYERS, TOP_K, samples
 
 SHAPE = ReplayShape(num_moe_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, expert_parallel=2)
@@ -28,6 +32,22 @@ def hand_made() -> Sample:
     routes[5] = GARBAGE
     fields = {"advantages": np.array([1, 2, 3], np.float32)}
     return Sample("a", "a", ids, mask, routes.astype(np.uint8), np.arange(6) < 5, 1.0, fields)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=20), st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3)]),
+    st.integers(64, 131), st.integers(1, 3),
+)  # fmt: skip
+def test_no_micro_batch_is_padded_beyond_the_capacity(lengths, sizes, capacity, replicas):
+    context, tensor = sizes
+    multiple = LayoutConfig(context=context, tensor=tensor).stream_multiple
+    group = [replace(hand_made(), name=str(n), ids=np.zeros(length, np.int32)) for n, length in enumerate(lengths)]
+    plan = plan_samples(group, replicas=replicas, capacity=capacity, context_size=context, stream_multiple=multiple)
+    for rank in range(replicas):
+        for batch in plan.groups(rank, group):
+            layout = TokenLayout(lengths_of(batch), context, 0, tensor, 0, tensor > 1)
+            assert layout.total <= capacity
 
 
 def test_each_loss_token_is_read_at_the_position_before_it():

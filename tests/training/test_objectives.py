@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megatron_t1.config.schema import ActorConfig
+from megatron_t1.errors import T1Error
 from megatron_t1.ppo.losses import kl_loss, policy_loss
 from megatron_t1.training.corrections import add_corrections
 from megatron_t1.training.objectives import actor_objective
+from megatron_t1.training.samples import Sample
 from tests.training.synthetic import samples
 
 COUNT = 12
@@ -61,6 +63,16 @@ def scored(shift: list[float]):
     for sample, gap in zip(found, shift, strict=True):
         sample.fields["trainer_logprobs"] = sample.fields["sampler_logprobs"] + np.float32(gap)
     return found
+
+
+def test_a_band_that_rejects_everything_stops_the_update():
+    group = [Sample(name="a", key="a", ids=np.zeros(4, np.int32), loss_mask=np.array([False, True, True, True]),
+                    routes=None, routed=np.zeros(4, bool), reward=0.0, fields={
+                        "trainer_logprobs": np.zeros(3, np.float32),
+                        "sampler_logprobs": np.full(3, -5.0, np.float32)})]  # fmt: skip
+    options = ActorConfig(correction="band", old_logprobs="recomputed")
+    with pytest.raises(T1Error, match="correction=band rejects all 3 tokens"):
+        add_corrections(group, options)
 
 
 def test_a_correction_belongs_to_its_trajectory():

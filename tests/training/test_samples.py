@@ -19,6 +19,7 @@ from megatron_t1.training.samples import (
     tokenizer_digest,
 )
 from megatron_t1.trajectory.record import EndReason, Origin, Verdict
+from megatron_t1.trajectory.selection import MIXED, demonstrates, trainable
 from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
 from megatron_t1.trajectory.store import RolloutStore
 from tests.training.synthetic import EXPERTS, LAYERS, TOP_K, contract, episode
@@ -117,6 +118,20 @@ def test_demonstrations_of_another_tokenizer_are_refused(tmp_path):
     assert len(load_demonstrations(tmp_path, tokenizer_sha256="a" * 64)) == 1
     with pytest.raises(MismatchError, match=f"tokenizer {'a' * 64}, the model has {'b' * 64}"):
         load_demonstrations(tmp_path, tokenizer_sha256="b" * 64)
+
+
+def test_a_record_that_is_partly_sampled_and_partly_demonstrated_is_nobodys(tmp_path):
+    """A loss reads the whole mask: demonstration tokens have no log-prob, sampled ones are no demonstration."""
+    record = episode("task0-0")
+    origin, logprobs = record.origin.copy(), record.logprobs.copy()
+    first = int(np.flatnonzero(record.loss_mask)[0])
+    origin[first], logprobs[first] = Origin.DEMONSTRATION, np.nan
+    mixed = replace(record, origin=origin, logprobs=logprobs)
+    assert trainable(mixed) == demonstrates(mixed) == MIXED
+    data = load_rollouts(stored(tmp_path / "both", mixed, episode("task1-0")), Config(), FACTS)
+    assert [sample.name for sample in data.samples] == ["task1-0"] and data.excluded == {MIXED: 1}
+    with pytest.raises(T1Error, match="no demonstration: sampled and demonstrated"):
+        load_demonstrations(stored(tmp_path / "mixed", mixed))
 
 
 def test_ppo_refuses_demonstrations(tmp_path):

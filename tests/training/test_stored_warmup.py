@@ -69,10 +69,10 @@ def test_a_warmup_on_stored_rollouts(stored, run, model, backend):  # verl#1209 
     # As many trajectories in a step as in the loop (9 in 2 steps): 14 to train on make 3 steps, measured after 2 and 3.
     assert [line["step"] for line in history[:5]] == [0, 2, 3, 5, 6]
     assert history[1]["epoch"] == pytest.approx(2 / 3) and "value_loss" not in history[0]
-    best = max(history[1:], key=lambda line: line[EXPLAINED])
+    best = max(history, key=lambda line: line[EXPLAINED])
     assert metrics[f"critic/{EXPLAINED}"] == best[EXPLAINED]
     assert metrics["critic/warmup_best_epoch"] == best["epoch"]
-    assert metrics["critic/optimizer_steps"] == history[-1]["step"]
+    assert metrics["critic/optimizer_steps"] == best["step"] and metrics["critic/warmup_steps"] == history[-1]["step"]
     assert {file.path.partition("/")[0] for file in result.outputs} == {"critic"}
     critic = Path(config.run.dir) / "critic"
     kept = checkpoint_parameters(critic, backend, "critic")
@@ -87,10 +87,13 @@ def test_a_warmup_on_stored_rollouts(stored, run, model, backend):  # verl#1209 
         checkpoint_parameters(RunPaths.of(config.run.dir).checkpoint("critic", 1), backend, "critic"), kept
     )
 
-    # Going on from a critic instead of a policy.
-    config.train.critic = replace(config.train.critic, rollouts=[played.run.dir], warmup_holdout=4)
+    # Going on from a critic instead of a policy: steps that only make it worse leave it as it was.
+    config.train.critic = replace(config.train.critic, rollouts=[played.run.dir], warmup_holdout=4, lr=10.0)
     again = run("warmup", config)
     assert again.metrics[f"critic/{EXPLAINED}_before"] == pytest.approx(metrics[f"critic/{EXPLAINED}"], rel=1e-6)
+    assert again.metrics["critic/warmup_best_epoch"] == 0 and again.metrics["critic/optimizer_steps"] == 0
+    assert again.metrics["critic/warmup_steps"] > 0 and again.outputs
+    assert torch.equal(checkpoint_parameters(critic, backend, "critic"), kept)
 
 
 @pytest.mark.slow
@@ -139,6 +142,17 @@ def test_what_a_warmup_refuses(stored, run, tmp_path, model):
     with pytest.raises(T1Error, match="leaves none of 9 to train on"):
         config.train.critic = replace(config.train.critic, rollouts=[str(tmp_path / "bare")], warmup_holdout=0)
         run("warmup", config)
+
+
+def test_rollouts_of_another_reward_are_refused(stored):
+    from megatron_t1.commands.outside import _rollout_problems
+
+    config, played = stored
+    save_config(played)
+    assert _rollout_problems(config) == []
+    config.reward.scale = 0.5
+    (problem,) = _rollout_problems(config)  # one line for the run, not one for each of its rollouts
+    assert played.run.dir in problem and "reward.scale=0.25, here it is 0.5" in problem
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_t1.config.compose import compose
-from megatron_t1.errors import T1Error
+from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.trajectory.layout import TokenLayout
 from megatron_t1.trajectory.packing import SequenceCost, minibatches, plan_packing
 
@@ -77,6 +77,13 @@ def test_padding_counts_against_the_capacity():
 def test_nothing_to_pack_is_an_error(lengths):
     with pytest.raises(T1Error):
         plan_packing(lengths, capacity=CAPACITY)
+
+
+def test_lengths_and_multiples_are_whole_numbers():
+    with pytest.raises(ConfigError, match="multiple is positive"):
+        plan_packing([3, 5], capacity=CAPACITY, multiple=0)
+    with pytest.raises(ConfigError, match="lengths are integers"):
+        plan_packing([3.5, 5.0], capacity=CAPACITY)
 
 
 def test_the_seed_orders_slots_only():

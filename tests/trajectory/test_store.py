@@ -216,3 +216,21 @@ def test_logs_beside_the_records_are_sealed_and_listed_with_them(make, tmp_path)
     log.path.write_bytes(log.path.read_bytes()[:-20] + b"x" * 20)
     with pytest.raises(IncompleteError, match="damaged"):
         RolloutStore(tmp_path).written_files(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["a-0.safetensors", ""])
+def test_a_record_sealed_between_two_looks_at_its_file_is_read_from_the_shard(tmp_path, make, monkeypatch, place):
+    record = make("a-0")
+    store = RolloutStore(tmp_path)
+    store.add(record)
+    opened = tensorfile.TensorFile.__init__
+
+    def sealing(self, path):
+        opened(self, path)
+        if not path.name.endswith(".shard.safetensors"):
+            monkeypatch.setattr(tensorfile.TensorFile, "__init__", opened)
+            RolloutStore(tmp_path).seal()
+
+    monkeypatch.setattr(tensorfile.TensorFile, "__init__", sealing)
+    found = store.load_from(place, "a-0", verify=True) if place else store.load("a-0")
+    assert found.digest == record.digest

@@ -25,6 +25,7 @@ from megatron_t1.environment.containers import archive
 from megatron_t1.environment.containers.engine import Engine, end_process
 from megatron_t1.environment.containers.session import Session
 from megatron_t1.environment.image import CopyFiles, MakeDirectory, RunCommand
+from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
 from megatron_t1.environment.sandbox.disk import FULL, has_room
 from megatron_t1.environment.sandbox.inside import read_regular
@@ -133,9 +134,11 @@ class ApptainerSandbox:
 
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
         self._running()
+        surroundings = exposed(task, verifier_environment(task, self._env), self._workdir)
+        doubt = describe_planted(surroundings.planted(await self.changes())) if surroundings else ""
         await self._end_instance()
-        if not has_room(self._scratch.disk, self._config):
-            return VerifierRun(None, "", False, doubt=FULL)
+        if doubt or not has_room(self._scratch.disk, self._config):
+            return VerifierRun(None, "", False, doubt=doubt or FULL)
         tests, logs = self._scratch.path / "tests", self._scratch.disk / "logs"
         try:
             write_protected_tests(task, tests)

@@ -22,6 +22,7 @@ from megatron_t1.environment.containers.engine import Engine, end_process, plain
 from megatron_t1.environment.containers.image import TaskImage, task_image
 from megatron_t1.environment.containers.session import Session
 from megatron_t1.environment.containers.tampering import CHANGED, describe, parse_diff, suspicious
+from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
 from megatron_t1.environment.sandbox.disk import FULL, has_room
 from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
@@ -135,7 +136,7 @@ class ContainerSandbox:
 
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
         await self._end_session()
-        doubt = await self._doubt()
+        doubt = await self._doubt(task)
         if doubt:
             return VerifierRun(None, "", False, doubt=doubt)
         tests = self._scratch.path / "tests"
@@ -147,7 +148,7 @@ class ContainerSandbox:
         left, self._verified = f"{self._name}:left", True
         await check("commit", self._name, left, doing="keep what the agent left")
         await check("volume", "create", *self._engine.labels(), name, doing="make a volume")
-        env = {**verifier_environment(task, {**self._image.env, **task.env}), "PYTHONPYCACHEPREFIX": f"{PRIVATE}/cache"}
+        env = {**self._verifier_env(task), "PYTHONPYCACHEPREFIX": f"{PRIVATE}/cache"}
         options = await self._options(name, env)
         options += ["--volume", f"{tests}:/tests:ro,Z", "--volume", f"{name}:{VERIFIER_DIR}:nocopy"]
         options += ["--tmpfs", f"{PRIVATE}:size=64m,mode=1777"]
@@ -234,7 +235,10 @@ class ContainerSandbox:
                 "end the agent's container", done.stderr
             )  # it may have ended by itself, out of memory
 
-    async def _doubt(self) -> str:
+    def _verifier_env(self, task: Task) -> dict[str, str]:
+        return verifier_environment(task, {**self._image.env, **task.env})
+
+    async def _doubt(self, task: Task) -> str:
         """Why a verifier could not be trusted on what the agent left; "" where there is no reason."""
         shown = await self._engine.check(
             "container", "inspect", "--size", "--format", "{{.SizeRw}}", self._name, doing="measure what was written"
@@ -246,7 +250,11 @@ class ContainerSandbox:
         changed = [entry for entry in await self._diff() if entry not in self._initial]
         found = suspicious(changed, self._image.facts, self._workdir)
         found = [entry for entry in found if entry[0] != CHANGED or not await self._is_directory(entry[1])]
-        return describe(found) if found else ""
+        if found:
+            return describe(found)
+        facts, changes = self._image.facts, (Change(path, KINDS[kind]) for kind, path in changed)
+        surroundings = exposed(task, self._verifier_env(task), self._workdir)
+        return describe_planted(surroundings.planted(changes, facts.programs, facts.modules))
 
     async def _has_room(self) -> bool:
         storage = await self._engine.storage()

@@ -18,10 +18,14 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 UNUSED = ("/usr/share/doc", "/usr/share/man", "/usr/share/info", "/usr/share/locale")
 LOADER = ("/etc/ld.so.preload", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ld.so.cache")
 _STARTUP = re.compile(r"(?:.*\.pth|(?:site|user)customize\.py|entry_points\.txt)")
-_PYTHON_SETTINGS = re.compile(r"/etc/python[\d.]*(?:/.*)?")
+# What programs load code from, or are told by which code to load; and what links of /usr lead to (ImageFacts.settings).
+_SETTINGS = re.compile(
+    r"/etc/(?:python[\d.]*|perl|alternatives|crypto-policies|(?:ssl|pki/tls)/openssl\.(?:cnf|d))(?:/.*)?"
+)
+_DATA = ("/etc/ssl/certs", "/etc/ssl/private", "/etc/pki/ca-trust", "/etc/environment", "/etc/localtime", "/etc/X11")
 
 # Prints, NUL-ended: "path DIRECTORY", "program NAME", and of the python that the tests would find: "python DIRECTORY",
-# "module NAME". To be run in the untouched image.
+# "module NAME"; and "setting PATH" for what links of /usr lead to in /etc. To be run in the untouched image.
 FACTS_SCRIPT = r"""
 IFS=:
 for folder in $PATH; do
@@ -35,6 +39,11 @@ for folder in filter(os.path.isdir, sys.path):
     for name in os.listdir(folder):
         print("module " + name.split(".")[0], end="\0")
 ' 2>/dev/null
+shopt -s globstar nullglob
+for file in /usr/lib/{*,python*/*,ssl/*,jvm/*/conf/**}; do
+    [ -L "$file" ] && target=$(readlink -m "$file") && [ "${target#/etc/}" != "$target" ] &&
+        builtin printf 'setting %s\0' "$target"
+done
 exit 0
 """
 
@@ -48,23 +57,26 @@ class ImageFacts:
         programs: names of executables in them.
         python: directories that its python3 imports from.
         modules: top-level names there.
+        settings: what links of /usr lead to in /etc.
     """
 
     path: tuple[str, ...] = ()
     programs: frozenset[str] = frozenset()
     python: tuple[str, ...] = ()
     modules: frozenset[str] = frozenset()
+    settings: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, output: bytes) -> ImageFacts:
         """From the output of FACTS_SCRIPT."""
-        found: dict[str, list[str]] = {"path": [], "program": [], "python": [], "module": []}
+        found: dict[str, list[str]] = {"path": [], "program": [], "python": [], "module": [], "setting": []}
         for line in output.decode(errors="replace").split("\0"):
             kind, _, value = line.partition(" ")
             if value:
                 found.setdefault(kind, []).append(value)
         path, python = dict.fromkeys(found["path"]), dict.fromkeys(found["python"])
-        return cls(tuple(path), frozenset(found["program"]), tuple(python), frozenset(found["module"]))
+        settings = tuple(place for place in found["setting"] if not _inside(place, _DATA))
+        return cls(tuple(path), frozenset(found["program"]), tuple(python), frozenset(found["module"]), settings)
 
 
 def parse_diff(text: str) -> list[tuple[str, str]]:
@@ -89,7 +101,7 @@ def suspicious(entries: Iterable[tuple[str, str]], facts: ImageFacts, workdir: s
         folder, name = posixpath.split(path)
         if "/__pycache__" in path or _inside(path, UNUSED):
             continue  # the verifier's Python reads no compiled files that lie there
-        if _inside(path, LOADER) or _PYTHON_SETTINGS.fullmatch(path):
+        if _inside(path, LOADER) or _SETTINGS.fullmatch(path) or _inside(path, facts.settings):
             found.append((kind, path))
         elif kind != ADDED and _inside(path, system):
             found.append((kind, path))

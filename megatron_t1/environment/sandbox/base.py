@@ -27,6 +27,7 @@ PYTHON_FOLDERS = (
     "usr/local/lib/python3*/dist-packages",
     "usr/local/lib/python3*/site-packages",
 )
+PROGRAM_FOLDERS = tuple(f"{place}/{name}" for place in ("usr", "usr/local", ".") for name in ("bin", "sbin"))
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,23 @@ def write_description(directory: Path, made_from: str) -> Inventory:
     temporary.write_text(text + "\n")
     os.replace(temporary, directory / DESCRIPTION)
     return inventory
+
+
+@cache
+def programs_of(root: Path) -> frozenset[str]:
+    """Names of the programs in the usual directories of a file system that doesn't change."""
+    return frozenset(name for folder in PROGRAM_FOLDERS for name in _names(root / folder))
+
+
+@cache
+def modules_of(root: Path) -> frozenset[str]:
+    """Top-level names that Python can import from packages installed in a file system that doesn't change."""
+    folders = [folder for pattern in PYTHON_FOLDERS for folder in root.glob(pattern)]
+    return frozenset(name.partition(".")[0] for folder in folders for name in _names(folder))
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -6,17 +6,16 @@ agent's session to the verifier's, processes never do.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import verifier_environment, write_protected_tests
-from megatron_t1.environment.sandbox.base import Base, base_for
+from megatron_t1.environment.sandbox.aside import in_thread
+from megatron_t1.environment.sandbox.base import Base, base_for, modules_of, programs_of
 from megatron_t1.environment.sandbox.build import build, find_user, refusal
 from megatron_t1.environment.sandbox.cgroup import ControlGroups
 from megatron_t1.environment.sandbox.changes import Snapshot
@@ -27,16 +26,15 @@ from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fet
 from megatron_t1.environment.sandbox.oneshot import run_script
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.overlay import OverlayRoot, may_mount_overlays
-from megatron_t1.environment.sandbox.process import ROOT, SandboxProcess, User, host_identity, start_bwrap
-from megatron_t1.environment.sandbox.root import PrivateRoot
+from megatron_t1.environment.sandbox.process import PATH, ROOT, SandboxProcess, User, host_identity, start_bwrap
+from megatron_t1.environment.sandbox.root import PrivateRoot, remove_tree
 from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
 from megatron_t1.environment.sandbox.shell import Shell
 from megatron_t1.environment.task import Files, Task
 
 RESULT_LIMIT_BYTES = 4 << 20  # of one verifier result file
+LOGS = "logs"  # what the verifier's processes see at /logs/verifier, on the sandbox's disk
 OPEN_FILES = 16_384  # descriptors of the driver
-
-T = TypeVar("T")
 
 
 class BubblewrapSandbox:
@@ -77,16 +75,16 @@ class BubblewrapSandbox:
         try:
             if self._scratch is None:
                 self._scratch, self._groups = self._new_scratch()
-            await _in_thread(lambda: self._reset_root(base))
+            await in_thread(lambda: self._reset_root(base))
         except OSError as error:
             raise SandboxLost(f"can't write the sandbox's root: {error}", where=self._base) from error
         self._was_full = False
         await build(task, self._root, base, self._run_once)
         self._user = find_user(self._root, image.user)
         self._env = dict(image.env)
-        self._root.seal()
+        await in_thread(self._root.seal)
         self._bounds = guarantees(self._config, self._scratch, self._root)
-        self._snapshot = await _in_thread(self._root.snapshot)
+        self._snapshot = await in_thread(self._root.snapshot)
         self._shell = Shell(self._spawn_shell, image.workdir, self._output_limit)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
@@ -108,7 +106,7 @@ class BubblewrapSandbox:
                 except OSError as error:
                     raise SandboxLost(f"can't write {inside}: {error.strerror}", where=str(root.path)) from error
 
-        await _in_thread(write)
+        await in_thread(write)
         self._look_at_disk()
 
     async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
@@ -123,12 +121,12 @@ class BubblewrapSandbox:
                 except ValueError as error:
                     fetched.problems[inside] = str(error)
 
-        await _in_thread(read)
+        await in_thread(read)
         return fetched
 
     async def changes(self) -> list[Change]:
         self._started()
-        return await _in_thread(self._snapshot.changes)
+        return await in_thread(self._snapshot.changes)
 
     def guarantees(self) -> Mapping[str, str]:
         return self._bounds or guarantees(self._config)
@@ -138,16 +136,18 @@ class BubblewrapSandbox:
             raise SandboxLost("the sandbox has no session to verify")
         await self._end_session()
         self._look_at_disk()
-        if self._was_full:
-            return VerifierRun(None, "", False, doubt=FULL)
-        tests, logs = self._scratch.path / "tests", self._scratch.disk / "logs"
+        env = verifier_environment(task, self._env)
+        doubt = FULL if self._was_full else await in_thread(lambda: self._planted(task, env))
+        if doubt:
+            return VerifierRun(None, "", False, doubt=doubt)
+        tests, logs = self._scratch.path / "tests", self._scratch.disk / LOGS
         try:
-            self._prepare_verifier(task, tests, logs)
+            await in_thread(lambda: self._prepare_verifier(task, tests, logs))
         except OSError as error:
             raise SandboxLost(f"can't prepare the verifier: {error}", where=str(self._scratch.path)) from error
         exit_code, output = await self._run_once(
             "exec /bin/bash --noprofile --norc /tests/test.sh",
-            env=verifier_environment(task, self._env),
+            env=env,
             workdir=task.image.workdir if self._root.files.is_directory(task.image.workdir) else "/",
             binds=["--ro-bind", str(tests), "/tests", "--bind", str(logs), "/logs/verifier"],
             user=self._user,
@@ -171,7 +171,7 @@ class BubblewrapSandbox:
         finally:
             scratch, self._scratch, self._root, self._snapshot = self._scratch, None, None, None
             if scratch is not None:
-                await _in_thread(scratch.remove)
+                await in_thread(scratch.remove)
 
     def _started(self) -> PrivateRoot:
         if self._snapshot is None:
@@ -196,7 +196,16 @@ class BubblewrapSandbox:
                 self._root = OverlayRoot(scratch, self._owner, base.root)
             else:
                 self._root = PrivateRoot(scratch.disk / "root", self._owner, base.root, scratch.keeper)
+        remove_tree(self._scratch.disk / LOGS)
         self._root.reset()
+
+    def _planted(self, task: Task, env: Mapping[str, str]) -> str:
+        """Why the verifier can't be trusted after what the agent left on its search paths; "" for no reason."""
+        found = exposed(task, {"PATH": PATH, **env})
+        if not found:
+            return ""
+        system = self._root.system
+        return describe_planted(found.planted(self._snapshot.changes(), programs_of(system), modules_of(system)))
 
     def _look_at_disk(self) -> None:
         self._was_full = self._was_full or not has_room(self._scratch.disk, self._config)
@@ -206,7 +215,7 @@ class BubblewrapSandbox:
 
         What the verifier's processes write counts against the sandbox's disk.
         """
-        shutil.rmtree(logs, ignore_errors=True)
+        remove_tree(logs)
         logs.mkdir()
         if self._owner is not None:
             os.chown(logs, self._owner, self._owner)
@@ -258,16 +267,6 @@ class BubblewrapSandbox:
             user=user,
             groups=self._groups,
         )
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """File work aside, so that a large tree doesn't hold up other episodes; it is finished also when cancelled."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _raise_open_files() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 
 from megatron_t1.config.schema import SandboxConfig
-from megatron_t1.environment.image import CopyFiles, MakeDirectory, RunCommand
+from megatron_t1.environment.image import MAX_ID, CopyFiles, MakeDirectory, RunCommand
 from megatron_t1.environment.packages import PackagesMissing, satisfied
 from megatron_t1.environment.sandbox.base import Base, base_for
 from megatron_t1.environment.sandbox.interface import SandboxLost
@@ -15,7 +16,7 @@ from megatron_t1.environment.sandbox.root import PrivateRoot
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
 
-USER_DATABASE_BYTES = 1 << 20
+USER_DATABASE_BYTES, USER_LINE_LENGTH = 1 << 20, 4096
 
 RunOnce = Callable[..., Awaitable[tuple[int | None, OutputBuffer]]]
 
@@ -104,21 +105,34 @@ def find_user(root: PrivateRoot, named: str) -> User:
         SandboxLost: there is no such user.
     """
     name, _, group = named.partition(":")
-    users = _database(root, "passwd")
-    for fields in users:
+    for fields in _database(root, "passwd"):
         if len(fields) > 5 and name in (fields[0], fields[2]):
-            found = User(int(fields[2]), int(fields[3]), fields[0], fields[5] or "/")
+            uid, gid, home = _number(fields[2]), _number(fields[3]), fields[5]
+            if uid is None or gid is None or (home and not home.startswith("/")):
+                raise SandboxLost(
+                    f"USER {named}: /etc/passwd says {':'.join(fields)[:80]!r} of it, which is no user",
+                    where="environment/Dockerfile",
+                    remedy="repair what the Dockerfile writes there",
+                )
+            found = User(uid, gid, fields[0], home or "/")
             break
     else:
-        if not name.isdigit():
+        uid = _number(name)
+        if uid is None:
             raise SandboxLost(f"USER {named}: there is no such user", where="environment/Dockerfile")
-        found = User(int(name), int(name), name, "/")
+        found = User(uid, uid, name, "/")
     if group:
-        gids = [fields[2] for fields in _database(root, "group") if len(fields) > 2 and group in (fields[0], fields[2])]
-        if not gids and not group.isdigit():
+        rows = [fields for fields in _database(root, "group") if len(fields) > 2 and group in (fields[0], fields[2])]
+        gid = _number(rows[0][2] if rows else group)
+        if gid is None:
             raise SandboxLost(f"USER {named}: there is no such group", where="environment/Dockerfile")
-        found = User(found.uid, int(gids[0] if gids else group), found.name, found.home)
+        found = User(found.uid, gid, found.name, found.home)
     return found
+
+
+def _number(text: str) -> int | None:
+    """Of a user or group; None: the text is none."""
+    return int(text) if re.fullmatch("[0-9]{1,10}", text) and int(text) <= MAX_ID else None
 
 
 def _database(root: PrivateRoot, name: str) -> list[list[str]]:
@@ -126,4 +140,5 @@ def _database(root: PrivateRoot, name: str) -> list[list[str]]:
         text = root.files.read(f"/etc/{name}", USER_DATABASE_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return []
-    return [line.split(":") for line in text.splitlines() if line and not line.startswith("#")]
+    lines = [line for line in text.split("\n") if line and not line.startswith("#")]
+    return [line.split(":") for line in lines if "\0" not in line and len(line) <= USER_LINE_LENGTH]

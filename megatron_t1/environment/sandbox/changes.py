@@ -50,9 +50,9 @@ class Snapshot:
                 continue
             seen.add(path)
             if not self._existed(path, before):
-                found.add(Change(f"/{path}", "added"))
-            elif status.st_ctime_ns > self._moment and not stat.S_ISDIR(status.st_mode):
-                found.add(Change(f"/{path}", "modified"))
+                found.add(Change(f"/{path}", "added", _entry(status.st_mode)))
+            elif status.st_ctime_ns > self._moment and _entry(status.st_mode) != "directory":
+                found.add(Change(f"/{path}", "modified", _entry(status.st_mode)))
             if self._below is not None and stat.S_ISDIR(status.st_mode) and self._is_opaque(path):
                 found |= {Change(f"/{hidden}", "removed") for hidden in self._hidden(path, before)}
         gone = {path for path in before - seen - {""} if self._below is None or self._below.status(path) is None}
@@ -77,6 +77,12 @@ class Snapshot:
             except OSError:
                 continue
         return False
+
+
+def _entry(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "directory" if os.geteuid() == 0 or mode & 0o500 == 0o500 else "closed"
+    return "link" if stat.S_ISLNK(mode) else "file" if stat.S_ISREG(mode) else "other"
 
 
 def _is_whiteout(status: os.stat_result) -> bool:

@@ -68,11 +68,17 @@ class Fetched:
 class Change:
     """One path (absolute, in the sandbox) that differs from the state that `start` built.
 
-    A directory is listed when it was added or removed; what was added or removed with it is listed too.
+    A directory is listed when it was added or removed; what was added or removed with it is listed too. One whose
+    content the driver can't list any more is "modified".
+
+    Attributes:
+        entry: what stands there now ("closed": a directory whose content the driver can't list); "" where the backend
+            doesn't say, or for what is gone.
     """
 
     path: str
     kind: Literal["added", "modified", "removed"]
+    entry: Literal["", "file", "directory", "closed", "link", "other"] = field(default="", compare=False)
 
 
 @runtime_checkable

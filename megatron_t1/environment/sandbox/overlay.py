@@ -7,6 +7,7 @@ the agent's programs nor its libraries take part in the verdict.
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 from megatron_t1.environment.sandbox.changes import Snapshot
@@ -15,9 +16,9 @@ from megatron_t1.environment.sandbox.inside import Inside
 from megatron_t1.environment.sandbox.keeper import Keeper
 from megatron_t1.environment.sandbox.root import ETC, MERGED, PrivateRoot, remove_tree
 from megatron_t1.environment.sandbox.scratch import ScratchDirectory
+from megatron_t1.environment.sandbox.settings import linked_settings, system_settings
 
 UPPER, WORK = "upper", "work"
-LOADER_CACHE, LOADER_CACHE_BYTES = "etc/ld.so.cache", 16 << 20
 
 
 class OverlayRoot(PrivateRoot):
@@ -32,7 +33,6 @@ class OverlayRoot(PrivateRoot):
         super().__init__(scratch.mount, owner, system, scratch.keeper)
         self._layers = scratch.disk
         self._sealed = False
-        self._cache = scratch.path / "ld.so.cache"
         self.files = Inside(self.path, owner, frozenset({"dev", "proc"}))
 
     @property
@@ -54,14 +54,16 @@ class OverlayRoot(PrivateRoot):
         self._sealed, self._pristine = False, True
 
     def seal(self) -> None:
-        """The loader's cache that the build left is kept aside: an agent could move /etc away."""
-        self._cache.unlink(missing_ok=True)
-        try:
-            self._cache.write_bytes(self.files.read(f"/{LOADER_CACHE}", LOADER_CACHE_BYTES))
-        except (OSError, ValueError):
-            self._etc_mounts = [name for name in self._etc_mounts if f"etc/{name}" != LOADER_CACHE]
+        """Settings that the build left are kept aside: an agent could move /etc away."""
+        self._settings = {**linked_settings(self._layers / UPPER, self.path), **system_settings(self.system)}
+        self._collect_settings()
         self._sealed = True
         super().seal()
+
+    def _setting(self, content: Inside, name: str, is_directory: bool) -> Path:
+        if os.path.lexists(self._layers / UPPER / "etc" / name):
+            return self._kept_aside(self.files, name, is_directory)
+        return super()._setting(content, name, is_directory)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(Inside(self._layers / UPPER, None, self.files.sealed), Inside(self.system, None))
@@ -81,10 +83,7 @@ class OverlayRoot(PrivateRoot):
         options = []
         for name in ("usr", *filter(self._is_apart, MERGED)):
             options += ["--ro-bind", str(self.path / name), f"/{name}"]
-        for name in self._etc_mounts:
-            source = self._cache if f"etc/{name}" == LOADER_CACHE else self.system / "etc" / name
-            options += ["--ro-bind", str(source), f"/etc/{name}"]
-        return options
+        return [*options, *self._settings_mounts()]
 
 
 def may_mount_overlays(base: Path, scratch: ScratchDirectory) -> bool:

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.image import DEFAULT_PATH as PATH
+from megatron_t1.environment.sandbox.aside import in_thread
 from megatron_t1.environment.sandbox.cgroup import ControlGroups
 from megatron_t1.environment.sandbox.interface import SandboxLost
 from megatron_t1.environment.sandbox.root import PrivateRoot
 from megatron_t1.environment.sandbox.seccomp import open_filter
 from megatron_t1.errors import T1Error
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SHARED_MEMORY_BYTES = 64 << 20  # size of /dev/shm
 START_TIMEOUT_S = 60.0
 DEATH_TIMEOUT_S = 10.0
@@ -217,7 +218,7 @@ async def start_bwrap(
         SandboxLost: bwrap refuses; the message has its own words.
     """
     try:
-        root.prepare_run()
+        await in_thread(root.prepare_run)
     except OSError as error:
         raise SandboxLost(f"can't write the sandbox's root: {error}", where=str(root.path)) from error
     info_read, info_write = os.pipe2(os.O_CLOEXEC)

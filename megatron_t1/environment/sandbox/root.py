@@ -14,8 +14,9 @@ from pathlib import Path
 
 from megatron_t1.environment.image import CopyFiles
 from megatron_t1.environment.sandbox.changes import Snapshot
-from megatron_t1.environment.sandbox.inside import Inside, read_regular
+from megatron_t1.environment.sandbox.inside import Inside
 from megatron_t1.environment.sandbox.keeper import Keeper
+from megatron_t1.environment.sandbox.settings import SETTING_BYTES, copy_tree, system_settings
 
 SKELETON = {  # directory below the root -> permission bits; parents first
     "dev": 0o755, "etc": 0o755, "home": 0o755, "mnt": 0o755, "opt": 0o755, "proc": 0o755, "root": 0o700, "run": 0o755,
@@ -29,7 +30,6 @@ ETC = {
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-ETC_MOUNTS = ("ld.so.cache", "alternatives")  # the part of /etc that the system's programs depend on
 
 
 class PrivateRoot:
@@ -47,7 +47,9 @@ class PrivateRoot:
     def __init__(self, path: Path, owner: int | None, system: Path = Path("/"), keeper: Keeper | None = None):
         self.path, self.owner, self.system, self.keeper = path, owner, system, keeper
         self._pristine = False
-        self._etc_mounts = [name for name in ETC_MOUNTS if (system / "etc" / name).exists()]
+        self._aside = path.with_name("settings")  # beside the root: no process inside can reach it
+        self._settings = system_settings(system)
+        self._sources: dict[str, Path] = {}
         apart = {name for name in MERGED if self._is_apart(name)}
         self.files = Inside(path, owner, frozenset({"dev", "proc", "usr", *apart}))
 
@@ -68,34 +70,19 @@ class PrivateRoot:
     def reset(self) -> None:
         """Make the root what it is before any task: the skeleton and nothing else. No process of it may be alive.
 
-        What is already right stays, because making and removing directories is what a reset costs.
+        Nothing of the root before stays, directories included: their attributes and times could carry a message.
         """
-        root = str(self.path)
-        if not os.path.isdir(root):
-            os.mkdir(root)
-            self._own(root)
-        os.chmod(root, 0o755)
-        kept = {
-            name: {child.partition("/")[2] for child in SKELETON if child.startswith(f"{name}/")} for name in SKELETON
-        }
-        kept["etc"] = {*ETC, *self._etc_mounts}
-        self._keep_only(root, {*SKELETON, *(name for name in MERGED if (self.system / name).is_dir())})
-        for name, mode in SKELETON.items():
-            path = f"{root}/{name}"
-            if not os.path.isdir(path):
-                remove_tree(path)
+        remove_tree(self.path)
+        os.mkdir(self.path)
+        for name, mode in {"": 0o755, **SKELETON}.items():
+            path = f"{self.path}/{name}"
+            if name:
                 os.mkdir(path)
-                self._own(path)
-                os.chmod(path, mode)
-            else:
-                if stat.S_IMODE(os.lstat(path).st_mode) != mode:
-                    os.chmod(path, mode)
-                self._keep_only(path, kept[name])
+            self._own(path)
+            os.chmod(path, mode)
         for name, text in ETC.items():
-            path = f"{root}/etc/{name}"
-            if not _is_plain(path, text.encode()):
-                remove_tree(path)
-                self._write(path, text.encode(), 0o644)
+            self._write(f"{self.path}/etc/{name}", text.encode(), 0o644)
+        self._collect_settings()
         self._restore_system()
         self._pristine = True
 
@@ -105,17 +92,6 @@ class PrivateRoot:
             os.chmod(self.path, 0o755)
             self._restore_system()
         self._pristine = False
-
-    def _keep_only(self, path: str, names: set[str]) -> None:
-        """Remove every entry of a directory that has no skeleton's name, or is a link that takes its place."""
-        with os.scandir(path) as entries:
-            wrong = [
-                entry.path
-                for entry in entries
-                if entry.name not in names or (entry.is_symlink() and entry.name not in MERGED)
-            ]
-        for child in wrong:
-            remove_tree(child)
 
     def _restore_system(self) -> None:
         """Put back what makes the system trusted: links into /usr, mount points, no preloaded library.
@@ -134,13 +110,8 @@ class PrivateRoot:
                 self._plain_directory(name)
         for name in ("dev", "proc", "usr", "etc"):  # mount points
             self._plain_directory(name)
-        for name in self._etc_mounts:
-            path = self.path / "etc" / name
-            if (self.system / "etc" / name).is_dir():
-                self._plain_directory(f"etc/{name}")
-            elif not _is_plain(path, b""):
-                remove_tree(path)
-                self._write(path, b"", 0o644)
+        for name, source in self._sources.items():
+            self._mount_point(f"etc/{name}", source.is_dir())
         remove_tree(self.path / "etc" / "ld.so.preload")
 
     def fresh_mount_point(self, name: str) -> None:
@@ -151,9 +122,47 @@ class PrivateRoot:
     def system_mounts(self) -> list[str]:
         """bwrap options that bind the system read-only."""
         options = []
-        for name in ("usr", *filter(self._is_apart, MERGED), *(f"etc/{name}" for name in self._etc_mounts)):
+        for name in ("usr", *filter(self._is_apart, MERGED)):
             options += ["--ro-bind", str(self.system / name), f"/{name}"]
-        return options
+        return [*options, *self._settings_mounts()]
+
+    def _settings_mounts(self) -> list[str]:
+        return [word for name, source in self._sources.items() for word in ("--ro-bind", str(source), f"/etc/{name}")]
+
+    def _collect_settings(self) -> None:
+        """Where the content of each of `system_settings` lies: in the system, or aside, empty where there is none."""
+        self._sources.clear()
+        remove_tree(self._aside)
+        self._aside.mkdir()
+        self._aside.chmod(0o755)
+        content = Inside(self.system, None)
+        for name, is_directory in self._settings.items():
+            self._sources[name] = self._setting(content, name, is_directory)
+
+    def _setting(self, content: Inside, name: str, is_directory: bool) -> Path:
+        source = self.system / "etc" / name
+        if source.is_dir() if is_directory else source.is_file():
+            if not any(
+                path.is_symlink()
+                for path in (source, *source.parents)
+                if path.is_relative_to(self.system) and path != self.system
+            ):
+                return source
+        return self._kept_aside(content, name, is_directory)
+
+    def _kept_aside(self, content: Inside, name: str, is_directory: bool) -> Path:
+        """A copy of what stands at /etc/`name`, or something empty in its place."""
+        copy = self._aside / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if is_directory:
+            copy_tree(content, f"etc/{name}", copy)
+        else:
+            try:
+                copy.write_bytes(content.read(f"/etc/{name}", SETTING_BYTES))
+            except (OSError, ValueError):
+                copy.write_bytes(b"")
+            copy.chmod(0o644)
+        return copy
 
     def _is_apart(self, name: str) -> bool:
         """Whether the system has this directory beside /usr, not as a link into it."""
@@ -186,6 +195,17 @@ class PrivateRoot:
         elif (mode := stat.S_IMODE(path.stat().st_mode)) & 0o700 != 0o700:
             os.chmod(path, mode | 0o700)
 
+    def _mount_point(self, name: str, is_directory: bool) -> None:
+        """Something to mount over at a path of the root, with nothing but plain directories above it."""
+        parents = name.split("/")
+        for depth in range(1, len(parents) + is_directory):
+            self._plain_directory("/".join(parents[:depth]))
+        if not is_directory:
+            path = self.path / name
+            if not os.path.lexists(path) or not stat.S_ISREG(path.lstat().st_mode):
+                remove_tree(path)
+                self._write(path, b"", 0o644)
+
     def _write(self, path: str | Path, content: bytes, mode: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "wb") as file:
@@ -197,17 +217,6 @@ class PrivateRoot:
     def _own(self, path: str | Path) -> None:
         if self.owner is not None:
             os.lchown(path, self.owner, self.owner)
-
-
-def _is_plain(path: str | Path, content: bytes) -> bool:
-    """Whether a regular file with this content and mode 644 stands there."""
-    try:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != 0o644:
-            return False
-        return status.st_size == len(content) and read_regular(path, len(content)) == content
-    except (OSError, ValueError):
-        return False
 
 
 def remove_tree(path: str | Path) -> None:

@@ -75,7 +75,8 @@ def assemble(architecture: Architecture) -> list[Instruction]:
         [step for code in TERMINAL_INJECTION for step in ((JUMP_EQUAL, 0, 1, code), _refuse(errno.EPERM))],
     )
     allowed = [(JUMP_EQUAL, len(FAMILIES) - index, 0, int(family)) for index, family in enumerate(FAMILIES)]
-    program += _when(calls["socket"], 0, [*allowed, _refuse(errno.EAFNOSUPPORT)])
+    for name in ("socket", "socketpair"):
+        program += _when(calls[name], 0, [*allowed, _refuse(errno.EAFNOSUPPORT)])
     return [*program, (RETURN, 0, 0, ALLOW)]
 
 

@@ -2,8 +2,12 @@
 
 When a status arrives, everything the command wrote already lies in the output pipe, so no marker is mixed into the
 output. Commands and status use sockets: a pipe could be opened again (/proc/PID/fd) by what the shell starts, which
-could then answer in its place. What ends or wedges the shell itself (`exit`, `exec`, a loop of builtins at its time
-limit) ends the whole process tree; the next command gets a new shell in the last known directory.
+could then answer in its place. Every command has a random mark, which its status repeats: what a subshell of an earlier
+command writes to the shell's own descriptors answers no later one. A command can fake its own status, which cheats only
+itself: nothing is scored from here.
+
+What ends or wedges the shell itself (`exit`, `exec`, a loop of builtins at its time limit) ends the whole process tree;
+the next command gets a new shell in the last known directory.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import secrets
 import signal
 import socket
 import time
@@ -25,14 +30,15 @@ from megatron_t1.environment.sandbox.process import SandboxProcess
 # The loop's descriptors are closed for the command (bash keeps its own copies close-on-exec).
 LOOP = (
     "exec 9<&{command} 8>&{status} {command}<&- {status}>&- 7>&1; "
-    "while IFS= builtin read -r -d '' -u 9 __command; do "
+    "while IFS= builtin read -r -d '' -u 9 __mark && IFS= builtin read -r -d '' -u 9 __command; do "
     'builtin eval "$__command" </dev/null 7>&- 8>&- 9<&-; '
     "__status=$?; exec 1>&7 2>&7; builtin set +eux; "
-    r"""builtin printf '%d %s\0' "$__status" "$PWD" >&8; """
+    r"""builtin printf '\0%s %d %s\0' "$__mark" "$__status" "$PWD" >&8; """
     "done"
 )
 FIRST_FD = 100  # descriptors passed to bwrap stay clear of those it uses itself
 GRACE_S = 1.0  # for the shell to report after its children were killed at a time limit
+STATUS_BYTES = 1 << 13  # of one message on the status channel; the rest of a longer one is dropped
 FLUSH_BYTES = 1 << 20  # read at most this after the status: a background job may write for ever
 
 Spawn = Callable[[str, int, tuple[int, int], str], Awaitable[SandboxProcess]]
@@ -121,9 +127,7 @@ class Shell:
         end = time.monotonic() + GRACE_S
         number, wait_s = signal.SIGTERM, 0.2
         while time.monotonic() < end:
-            for pid in _started_since(self._process.init_pid, started):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+            _signal_started_since(self._process.init_pid, started, number)
             if await call.finished(wait_s):
                 return
             number, wait_s = signal.SIGKILL, 0.05
@@ -140,7 +144,9 @@ class _Call:
     def __init__(self, command_fd: int, status_fd: int, output_fd: int, command: str, cwd: str, output_limit: int):
         self._cwd = cwd
         self._command_fd, self._status_fd, self._output_fd = command_fd, status_fd, output_fd
-        self._pending = memoryview(command.replace("\0", "").encode("utf-8", "surrogateescape") + b"\0")
+        self._mark = secrets.token_hex(16).encode()
+        text = command.replace("\0", "").encode("utf-8", "surrogateescape")
+        self._pending = memoryview(self._mark + b"\0" + text + b"\0")
         self._status = bytearray()
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
@@ -184,13 +190,15 @@ class _Call:
             block = os.read(self._status_fd, 65536)
         except BlockingIOError:
             return
-        self._status += block
-        message, end, _ = self._status.partition(b"\0")
-        if end:
-            code, _, directory = message.decode(errors="surrogateescape").partition(" ")
-            if code.isdigit():
-                self.status = int(code), directory if directory.startswith("/") else self._cwd
-        if end or not block:
+        *messages, rest = bytes(self._status + block).split(b"\0")
+        self._status = bytearray(rest[:STATUS_BYTES])
+        for message in messages:
+            mark, _, answer = message[:STATUS_BYTES].partition(b" ")
+            code, _, directory = answer.decode(errors="surrogateescape").partition(" ")
+            if mark == self._mark and code.isdecimal() and self.status is None:
+                known = directory.startswith("/") and len(message) < STATUS_BYTES
+                self.status = int(code[:9]), directory if known else self._cwd
+        if self.status is not None or not block:
             self._loop.remove_reader(self._status_fd)
             if not self._done.done():
                 self._done.set_result(None)
@@ -221,24 +229,49 @@ def _channel(make: Callable[[], tuple[int, int]]) -> tuple[int, int]:
     return moved
 
 
-def _started_since(init_pid: int, boottime_s: float) -> list[int]:
-    """Host pids of the shell's descendants that started at or after a moment: earlier background jobs are spared."""
-    tick = os.sysconf("SC_CLK_TCK")
-    found, pending = [], [init_pid]
-    while pending:
-        parent = pending.pop()
-        try:
-            with open(f"/proc/{parent}/task/{parent}/children") as file:
-                children = [int(word) for word in file.read().split()]
-        except OSError:
-            continue
-        pending += children
-        for pid in children:
-            try:
-                with open(f"/proc/{pid}/stat") as file:
-                    started = int(file.read().rpartition(")")[2].split()[19])
-            except (OSError, IndexError, ValueError):
-                continue
-            if started >= int(boottime_s * tick) and parent != init_pid:
-                found.append(pid)
+def _signal_started_since(init_pid: int, boottime_s: float, number: int) -> None:
+    """Signal the shell's descendants that started at or after a moment: earlier background jobs are spared.
+
+    Every process is held by a descriptor before its parent is read, so that a number that the kernel gave to another
+    process of the host meanwhile is noticed. All are found before the first is signalled: orphans change their parent.
+    """
+    earliest = int(boottime_s * os.sysconf("SC_CLK_TCK"))
+    held, pending = [], [init_pid]
+    try:
+        while pending:
+            parent = pending.pop()
+            for pid in _children(parent):
+                with contextlib.suppress(OSError, IndexError, ValueError):
+                    descriptor = os.pidfd_open(pid)
+                    try:
+                        started, actual = _started_and_parent(pid)
+                        signal.pidfd_send_signal(descriptor, 0)  # still the process that was just read about
+                        if actual == parent:
+                            pending.append(pid)
+                            if started >= earliest and parent != init_pid:
+                                held.append(os.dup(descriptor))
+                    finally:
+                        os.close(descriptor)
+        for descriptor in held:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(descriptor, number)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _children(pid: int) -> list[int]:
+    """Of all threads of a process."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(word) for word in file.read().split()]
     return found
+
+
+def _started_and_parent(pid: int) -> tuple[int, int]:
+    """Clock ticks since boot, and pid. Raises OSError, IndexError, ValueError."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[19]), int(fields[1])

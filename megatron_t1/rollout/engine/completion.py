@@ -13,6 +13,7 @@ import numpy as np
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequestFailed
 from megatron_t1.trajectory.routes import RouteShape, decode_routes, route_problem
 
+COUNT_MAX = 2**32 - 1  # what an exchange log holds
 LOGPROB_FLOOR = -9000.0  # vLLM clamps minus infinity to -9999
 
 
@@ -28,7 +29,11 @@ class EngineRoutes(RouteShape):
 
 
 class Completion:
-    """A sampled turn. Only `from_response` makes one: sampled ids can't be produced from text.
+    """A sampled turn. Only `from_response` makes one, out of the body of an answer.
+
+    A body says nothing about who wrote it: that sampled ids come from an engine and never from text holds because the
+    engine client alone calls `from_response`, with what it received; a test holds the package to that. What was
+    received is in the exchange log, which `t1 audit` compares records with.
 
     Attributes:
         ids: int32 [N], at least one token, read-only.
@@ -104,7 +109,7 @@ class Completion:
             usage = answer.get("usage") or {}
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             weights = sorted({str(span["version"]) for span in choice.get("weight_versions") or []})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise invalid(f"{type(error).__name__}: {error}") from error
         if len(weights) > 1:
             raise invalid(f"one turn was sampled by several weights: {', '.join(weights)}")
@@ -117,10 +122,12 @@ class Completion:
             raise invalid(f"ended by length after {len(ids)} of {max_tokens} tokens")
         if [token for token, _ in entries] != token_ids:
             raise invalid(f"{len(entries)} log-probabilities that don't belong to the {len(ids)} sampled tokens")
-        try:
+        if not all(type(value) is float or (type(value) is int and abs(value) < 2**31) for _, value in entries):
+            raise invalid("log-probabilities that are no numbers")
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, which is refused below
             logprobs = np.array([value for _, value in entries], dtype=np.float32)
-        except (TypeError, ValueError) as error:
-            raise invalid(f"log-probabilities: {error}") from error
+        if type(cached) is not int or not 0 <= cached <= COUNT_MAX:
+            raise invalid(f"cached_tokens is {str(cached)[:60]!r}, expected a number of tokens")
         bad = ~np.isfinite(logprobs) | (logprobs < LOGPROB_FLOOR) | (logprobs > 1e-3)
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
@@ -140,7 +147,7 @@ class Completion:
             "routes_start": routes_from or 0,
             "prompt_length": prompt_length,
             "finish_reason": reason,
-            "cached_tokens": int(cached),
+            "cached_tokens": cached,
             "weights": "".join(weights),
         }
         for array in (ids, logprobs, routes):

@@ -38,7 +38,7 @@ class ChatTemplate:
         source, self.where = _source(model_dir, path, settings)
         self.sha256 = hashlib.sha256(source.encode()).hexdigest()
         self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
-        self._template = _compile(source, self.where)
+        self._template, self._budget = _compile(source, self.where)
 
     def render(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, opening: bool) -> str:
         """The conversation as text; `opening`: with what the template writes before the next assistant turn.
@@ -47,9 +47,10 @@ class ChatTemplate:
             TemplateFailed: the template refuses these messages or breaks.
         """
         try:
-            return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=opening, **self._special
-            )
+            with self._budget():
+                return self._template.render(
+                    messages=messages, tools=tools, documents=None, add_generation_prompt=opening, **self._special
+                )
         except Exception as error:  # a template is a program, and can fail in any way
             raise TemplateFailed(
                 f"the chat template refuses the conversation: {error}",
@@ -81,12 +82,16 @@ def _source(model_dir: Path, path: str | Path | None, settings: dict[str, Any]) 
     return found, f"{model_dir / 'tokenizer_config.json'} (chat_template)"
 
 
-def _compile(source: str, where: str) -> Any:
-    """With the filters and functions that Hugging Face's `apply_chat_template` gives a template."""
+def _compile(source: str, where: str) -> tuple[Any, Any]:
+    """(compiled, context manager of one rendering).
+
+    With the filters and functions that Hugging Face's `apply_chat_template` gives a template.
+    """
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        from megatron_t1.rollout.formats.template_budget import BudgetEnvironment, budget
     except ImportError as error:
         raise ConfigError(
             f"chat templates need jinja2: {error}", where="model.chat_format", remedy="pip install jinja2"
@@ -112,14 +117,13 @@ def _compile(source: str, where: str) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     now = datetime.now()  # one time for all renderings: a date that changed would change what stands already
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = BudgetEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals.update(raise_exception=refuse, strftime_now=now.strftime)
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
+        with budget():  # constant expressions are computed here
+            return environment.from_string(source), budget
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ConfigError(f"the chat template is no valid Jinja: {error}", where=where) from error
 
 

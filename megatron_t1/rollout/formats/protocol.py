@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_t1.errors import T1Error
+from megatron_t1.rollout.formats.tokenizer import encodable
 from megatron_t1.trajectory.record import Origin
 
 
@@ -128,9 +129,10 @@ class TurnFormat(Protocol):
 
 
 def require_text(text: str) -> str:
-    """Raise T1Error for anything but text: images and other parts would be expanded by a processor (sglang#26555)."""
+    """`text` as it can be encoded; T1Error for anything but text: images and other parts would be expanded by a
+    processor (sglang#26555)."""
     if isinstance(text, str):
-        return text
+        return encodable(text)
     raise T1Error(
         f"a message is {type(text).__name__}, not text",
         where="chat format",

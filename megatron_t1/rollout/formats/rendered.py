@@ -219,7 +219,7 @@ class RenderedFormat:
         Args:
             state: what else the rendering depends on, as far as control tokens go; saves rendering harmless text.
         """
-        require_text(outside)
+        outside = require_text(outside)
         rendered = render(outside)
         if rendered is None:
             return None

@@ -39,7 +39,8 @@ class TemplateConversation:
 
     def reply(self, observation: str, sampled_ids: np.ndarray, *, role: str = "") -> list[Span]:
         chat = self._chat
-        replies = chat.replies(role, require_text(observation), sampled_ids)
+        observation = require_text(observation)
+        replies = chat.replies(role, observation, sampled_ids)
         # Decoded after a token that stands before it: some tokenizers drop the first space of a text.
         last = self._pieces[-1][1][-1:]
         turn = chat.decode(np.concatenate([last, sampled_ids])).removeprefix(chat.decode(last))
