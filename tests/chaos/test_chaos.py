@@ -18,7 +18,7 @@ from tests.chaos.kills import KINDS, Chaos, outcome, weight_distance
 from tests.workshop import Workshop
 
 pytest.importorskip("vllm")
-KILLS = int(os.environ.get("T1_CHAOS_KILLS", "3"))
+KILLS = int(os.environ.get("T1_CHAOS_KILLS", "2"))
 SEED = int(os.environ.get("T1_CHAOS_SEED", "0"))
 REPORT = os.environ.get("T1_CHAOS_REPORT", "")
 KILLS_OF_A_RUN = 5  # a run has eight steps
