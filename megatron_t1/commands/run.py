@@ -57,12 +57,12 @@ def _own_model(config: Config, phase: str) -> list[str]:
     """The option that names a model of the phase's own, where it is to be read: a reference policy, a first critic."""
     if phase == "actor" and config.train.actor.reference:
         return ["train.actor.reference"]
-    if phase == "critic" and config.train.critic.start and (0, "critic") not in _finished(config):
+    if phase == "critic" and config.train.critic.start and (0, "critic") not in finished_keys(config):
         return ["train.critic.start"]
     return []
 
 
-def _finished(config: Config) -> set[Key]:
+def finished_keys(config: Config) -> set[Key]:
     """Finished steps of the run in run.dir; none where there is no run."""
     paths = RunPaths.of(config.run.dir)
     return Manifest.read(paths.manifest).keys if is_run(paths.root) else set()

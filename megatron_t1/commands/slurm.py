@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from megatron_t1.cli import Invocation, find_command, parse
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.commands.configuration import command_config, model_problems, print_config
-from megatron_t1.commands.run import run_inputs, say, stoppable
+from megatron_t1.commands.run import finished_keys, run_inputs, say, stoppable
 from megatron_t1.config.inputs import is_run, run_dir_problems
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import check, unbuildable
@@ -19,8 +18,8 @@ from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.chain import Chain, cancel_chain, next_kind, run_link, submit_link, waiting_links
 from megatron_t1.loop.launcher import KINDS
 from megatron_t1.loop.lock import lock_owner
-from megatron_t1.loop.runner import LAUNCH_FILE, opened
-from megatron_t1.loop.steps import all_steps, next_step
+from megatron_t1.loop.runner import opened, read_launch
+from megatron_t1.loop.steps import Step, next_step, progress
 from megatron_t1.loop.submission import (
     heterogeneous_job,
     heterogeneous_overrides,
@@ -57,7 +56,7 @@ def submit(invocation: Invocation) -> int:
 
 
 def _submit_chain(config: Config, invocation: Invocation) -> int:
-    kind = next_kind(config)
+    kind = next_kind(config, finished_keys(config))
     if kind is None:
         say("nothing is left to do")
         return 0
@@ -145,23 +144,19 @@ def status(invocation: Invocation) -> int:
         say("the run has not begun")
         return 0
     manifest = Manifest.read(paths.manifest)
-    total = sum(1 for _ in all_steps(config.loop))
     step = next_step(config.loop, manifest.keys)
-    done = sum(1 for other in all_steps(config.loop) if set(other.keys) <= manifest.keys)
+    done, total = progress(config.loop, manifest.keys)
     say(f"finished: {done} of {total} steps" + ("" if step else "; nothing is left to do"))
     if step is not None:
         say(f"{'now' if owner else 'next'}: {step}{_attempts(paths, step)}")
     return 0
 
 
-def _attempts(paths: RunPaths, step) -> str:
+def _attempts(paths: RunPaths, step: Step) -> str:
     """When the step was begun, how often, and where it said why it didn't end."""
     directory = paths.phase(*step.keys[0])
-    try:
-        launch = json.loads((directory / LAUNCH_FILE).read_text())
-    except (OSError, ValueError):
-        return ""
-    if (directory / RESULT_FILE).exists():
+    launch = read_launch(directory)
+    if not launch or (directory / RESULT_FILE).exists():
         return ""
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch["started_at"]))
     return f"; attempt {launch['attempt']} began {begun}: {directory}/logs/attempt_{launch['attempt']}"

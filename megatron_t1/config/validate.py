@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_t1.config.compose import flatten
 from megatron_t1.config.inputs import missing_inputs
-from megatron_t1.config.schema import MISSING, Config, GaeConfig, ResourcesConfig
+from megatron_t1.config.schema import MISSING, Config, GaeConfig
 from megatron_t1.config.targets import target_problems
 from megatron_t1.errors import ConfigError
 
@@ -397,8 +397,3 @@ def _training(config: Config) -> list[str]:
     if not config.loop.warmup_iterations and not config.loop.iterations:
         problems.append("loop.warmup_iterations and loop.iterations are both 0: there is nothing to do")
     return problems
-
-
-def resources_of(config: Config, kind: str) -> ResourcesConfig:
-    """Resources of the phase kind `rollout` or `train`."""
-    return config.cluster.rollout if kind == "rollout" else config.cluster.train

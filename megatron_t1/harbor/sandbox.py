@@ -30,12 +30,18 @@ from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.loading import write_task
 from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
-from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
+from megatron_t1.environment.sandbox.interface import (
+    RESULT_LIMIT_BYTES,
+    Change,
+    CommandResult,
+    Fetched,
+    SandboxLost,
+    VerifierRun,
+)
 from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.harbor.shell import RemoteShell
 
-RESULT_LIMIT_BYTES = 4 << 20  # of one verifier result file
 VERIFIER_OUTPUT_CHARACTERS = 20_000
 MARGIN_S = 60  # what a provider may need beyond a command's own limit
 LISTING = (

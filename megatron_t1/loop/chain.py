@@ -9,7 +9,7 @@ failed, lost and timed-out links by itself; links that finish no step are counte
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron_t1.loop.launcher import Stopped
 from megatron_t1.loop.runner import Runner
 from megatron_t1.loop.steps import next_step
 from megatron_t1.loop.submission import job_options, resource_options, t1_command, write_script
-from megatron_t1.manifest import Manifest
+from megatron_t1.manifest import Key
 
 CHAIN_FILE = "slurm/chain.json"
 HELD = ("--kill-on-invalid-dep=yes", "--no-requeue")
@@ -60,10 +60,8 @@ class Chain:
         return chain
 
 
-def next_kind(config: Config) -> str | None:
+def next_kind(config: Config, finished: Collection[Key]) -> str | None:
     """Kind of the step that is next; None: the training is done."""
-    path = Path(config.run.dir) / "manifest.json"
-    finished = Manifest.read(path).keys if path.is_file() else set()
     step = next_step(config.loop, finished)
     return None if step is None else step.kind
 
@@ -99,15 +97,15 @@ def run_link(runner: Runner, kind: str, say: Callable[[str], None]) -> None:
         raise T1Error("a link of a chain runs in a Slurm job", remedy="`t1 slurm submit --chain ...` hands it in")
     finished = len(runner.manifest.keys)
     slurm_jobs.note(config.run.dir, job, event="began", kind=kind, finished=finished)
-    wanted = next_kind(config)
+    wanted = next_kind(config, runner.manifest.keys)
     if wanted is None:
         say("nothing is left to do: the chain ends")
         return
-    _require_progress(config, kind, finished)
     if wanted != kind:
         successor = _successor(config, wanted, job)
         say(f"the next step is of kind {wanted}: job {successor} takes it")
         return
+    _require_progress(config, kind, finished)
     other = "train" if kind == "rollout" else "rollout"
     successor = _successor(config, other, job)
     say(f"job {successor} ({other}) follows when this one ends")
@@ -119,7 +117,7 @@ def run_link(runner: Runner, kind: str, say: Callable[[str], None]) -> None:
             slurm_jobs.cancel(successor)
             say(f"this job was cancelled, so job {successor} was as well; the run can be submitted again")
         raise
-    if next_kind(config) is None:
+    if next_kind(config, runner.manifest.keys) is None:
         slurm_jobs.cancel(successor)
         say(f"the training is done; job {successor} was taken back")
     elif slurm_jobs.find(successor) is None:  # lost with a controller that died just after it was handed in
@@ -138,14 +136,13 @@ def _successor(config: Config, kind: str, job: int) -> int:
 
 def _require_progress(config: Config, kind: str, finished: int) -> None:
     """Refuse when links of this kind that began at the same point, since the chain was handed in, all left it there."""
-    lines = slurm_jobs.noted(config.run.dir)
     tries = 0
-    for line in reversed(lines):
+    for line in reversed(slurm_jobs.noted(config.run.dir)):
         if line.get("event") == "chain" or line.get("finished", finished) != finished:
             break
         tries += line.get("event") == "began" and line.get("kind") == kind
     limit = config.cluster.slurm.max_failures
-    if tries > limit and next_kind(config) == kind:
+    if tries > limit:
         raise T1Error(
             f"{limit} jobs in a row finished no step: the chain ends here",
             where=str(Path(config.run.dir) / "slurm"),

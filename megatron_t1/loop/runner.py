@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_t1 import atomic
 from megatron_t1.config.compose import save
@@ -24,7 +25,7 @@ from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.loop.launcher import KINDS, BaseLauncher, PhaseCommand, Stopped, make_launcher, require_success
 from megatron_t1.loop.lock import RunLock
 from megatron_t1.loop.manifest import config_digest, open_manifest
-from megatron_t1.loop.steps import Key, Step, all_steps, next_step, predecessors, readers
+from megatron_t1.loop.steps import Key, Step, next_step, predecessors, progress, readers
 from megatron_t1.loop.storage import require_space, retire
 from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
@@ -66,9 +67,8 @@ class Runner:
     def run(self, kind: str = "") -> int:
         """Run every step that is left, or until one of another kind is next; returns how many were."""
         count = 0
-        total = sum(1 for _ in all_steps(self.config.loop))
         while (step := next_step(self.config.loop, self.manifest.keys)) is not None and kind in ("", step.kind):
-            finished = sum(1 for other in all_steps(self.config.loop) if set(other.keys) <= self.manifest.keys)
+            finished, total = progress(self.config.loop, self.manifest.keys)
             self.say(f"[{finished + 1}/{total}] {step}")
             self.execute(step)
             count += 1
@@ -111,7 +111,7 @@ class Runner:
         launch, attempt = uuid.uuid4().hex, 1
         for key in step.keys:
             directory = self.paths.phase(*key)
-            attempt = max(attempt, _read_json(directory / LAUNCH_FILE).get("attempt", 0) + 1)
+            attempt = max(attempt, read_launch(directory).get("attempt", 0) + 1)
         for key in step.keys:
             directory = self.paths.phase(*key)
             if (directory / RESULT_FILE).exists():
@@ -128,7 +128,7 @@ class Runner:
         if key in self.manifest.keys:
             return None
         directory = self.paths.phase(*key)
-        launch = _read_json(directory / LAUNCH_FILE)
+        launch = read_launch(directory)
         if not launch or not (directory / RESULT_FILE).exists():
             return None
         for name, value in self._inputs(key).items():
@@ -205,7 +205,7 @@ class Runner:
                 result,
                 directory,
                 launch=launch,
-                inputs=_read_json(directory / LAUNCH_FILE).get("inputs", {}),
+                inputs=read_launch(directory).get("inputs", {}),
                 seconds=seconds,
                 attempts=attempts,
             )
@@ -290,9 +290,10 @@ def stop_signals() -> Iterator[list[int]]:
         raise Stopped(received[0])
 
 
-def _read_json(path: Path) -> dict:
+def read_launch(directory: Path) -> dict[str, Any]:
+    """What the last launch of a phase wrote down before it began; {} where there is none to read."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads((directory / LAUNCH_FILE).read_text())
         return value if isinstance(value, dict) else {}
     except (OSError, ValueError):
         return {}

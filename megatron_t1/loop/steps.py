@@ -83,6 +83,12 @@ def next_step(loop: LoopConfig, finished: Collection[Key]) -> Step | None:
     return None
 
 
+def progress(loop: LoopConfig, finished: Collection[Key]) -> tuple[int, int]:
+    """How many launches of a training are finished, and how many there are."""
+    steps = list(all_steps(loop))
+    return sum(set(step.keys) <= set(finished) for step in steps), len(steps)
+
+
 def predecessors(loop: LoopConfig, key: Key) -> list[Key]:
     """Steps whose outputs this one reads."""
     iteration, phase = key

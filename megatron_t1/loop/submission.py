@@ -14,36 +14,23 @@ from pathlib import Path
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import train_nodes
 from megatron_t1.loop.launcher import KINDS
+from megatron_t1.loop.slurm import Allocation, Need, need
 
 HET_GROUPS = {kind: group for group, kind in enumerate(KINDS)}
 SCRIPT = 'set -euo pipefail\nexec "$@"\n'  # exec: Slurm's signal before the time limit reaches t1 itself
 
 
-def sizes(config: Config) -> dict[str, dict[str, int]]:
-    """Nodes, processes and GPUs per node of each kind of phase; rollout has training's nodes where it names none."""
-    rollout, train = config.cluster.rollout, config.cluster.train
+def _need(config: Config, kind: str) -> Need:
+    """What the launcher will ask for in an allocation with training's nodes, with GPUs unless the backend is "cpu"."""
     on_gpus = config.cluster.backend != "cpu"
-    processes = min(train.processes_per_node, config.layout.processes)
-    parts = rollout.processes_per_node * config.rollout.engine.tensor_parallel
-    return {
-        "rollout": {
-            "nodes": rollout.nodes or train_nodes(config),
-            "processes": rollout.processes_per_node,
-            "gpus": rollout.gpus_per_node or (parts if on_gpus else 0),
-        },
-        "train": {
-            "nodes": train_nodes(config),
-            "processes": processes,
-            "gpus": train.gpus_per_node or (processes if on_gpus else 0),
-        },
-    }
+    return need(config, kind, Allocation(0, train_nodes(config), 0, gpus_per_node=int(on_gpus), node_list=""))
 
 
 def resource_options(config: Config, kinds: Sequence[str] = KINDS) -> list[str]:
     """sbatch's options for an allocation in which phases of these kinds run, the cluster's own ones last: they win."""
-    wanted = [sizes(config)[kind] for kind in kinds]
-    gpus = max(size["gpus"] for size in wanted)
-    options = [f"--nodes={max(size['nodes'] for size in wanted)}", "--exclusive"]
+    needs = [_need(config, kind) for kind in kinds]
+    gpus = max(each.gpus_per_node for each in needs)
+    options = [f"--nodes={max(each.nodes for each in needs)}", "--exclusive"]
     options += [f"--gpus-per-node={gpus}"] if gpus else []
     options += config.cluster.slurm.sbatch_args
     for kind in kinds:

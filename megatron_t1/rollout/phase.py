@@ -34,6 +34,7 @@ from megatron_t1.rollout.samplers import EngineSampler
 from megatron_t1.rollout.schedule import share, turn_seed
 from megatron_t1.rollout.signals import run_until_signal
 from megatron_t1.rollout.summary import evaluation_summary, require_trusted, rollout_metrics, untrusted_reasons
+from megatron_t1.timing import timed
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.exchange import REFERENCE, ExchangeLog, ExchangeSession
 from megatron_t1.trajectory.record import Header
@@ -152,13 +153,13 @@ async def _run_plan(
     made: list[Sandbox] = []
     progress = RolloutProgress(plan.label, len(mine), done=len(mine) - len(pending))
     if pending:
-        with _timed(timings, "engine_start"):  # next to nothing where the phase before has started it
+        with timed(timings, "engine_start"):  # next to nothing where the phase before has started it
             client = await engine.client()
         count = min(config.rollout.concurrency, len(pending))
         facts = policy.engine_facts(config, installed_build()) | engine.observed
         facts["template_sha256"] = getattr(chat, "template_sha256", "")  # formats that are code have none
         log = ExchangeLog(plan.directory, worker=crew.worker, facts=facts)
-        with log, _timed(timings, "episodes"), progress:
+        with log, timed(timings, "episodes"), progress:
             play = _player(config, policy, plan, chat, contract, client, store, progress, log)
             make, teardown_s = sandbox_maker(config.env, made), config.env.teardown_timeout_s
             await run_pool(pending, play, workers=count, make_sandbox=make, teardown_timeout_s=teardown_s)
@@ -166,12 +167,12 @@ async def _run_plan(
     crew.report_done(markers)
     if crew.worker != 0:
         return PhaseResult(plan.phase, iteration, timings_s=timings)
-    with _timed(timings, "waiting"):
+    with timed(timings, "waiting"):
         await crew.wait_for_others(markers, config.cluster.phase_timeout_s)
     headers = store.headers()
     _require_complete(plan, headers)
     require_trusted(headers.values(), config.rollout.max_untrusted_share, where=str(plan.directory))
-    with _timed(timings, "seal"):
+    with timed(timings, "seal"):
         await asyncio.to_thread(store.seal)
     metrics = rollout_metrics(headers.values(), plan.phase)
     if pending:
@@ -280,10 +281,3 @@ def _say_result(plan: Plan, metrics: dict[str, float], reasons: list[tuple[str, 
         untrusted = metrics[f"{plan.phase}/untrusted"]
         facts.append(f"{untrusted:.0f} without a trusted verdict (excluded), most of them: {reasons[0][0]}")
     print(", ".join(facts), flush=True)
-
-
-@contextlib.contextmanager
-def _timed(timings: dict[str, float], name: str) -> Any:
-    began = time.monotonic()
-    yield
-    timings[name] = time.monotonic() - began

@@ -15,10 +15,10 @@ from megatron_t1.config.schema import Config
 from megatron_t1.model.backend import Backend
 from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import WrittenFile
+from megatron_t1.timing import timed
 from megatron_t1.training.batch import plan_samples
 from megatron_t1.training.passes import missing_micro_batches, speaks_for_replica
 from megatron_t1.training.samples import Sample, router_dtype, tokenizer_digest
-from megatron_t1.training.timing import timed
 from megatron_t1.trajectory.packing import PackingPlan, SequenceCost
 
 

@@ -27,6 +27,7 @@ from megatron_t1.phase import WrittenFile
 from megatron_t1.ppo.sums import Sums, merge
 from megatron_t1.routing.options import ReplayOptions
 from megatron_t1.routing.replay import RoutingReplay
+from megatron_t1.timing import timed
 from megatron_t1.training.batch import MicroBatch, ReplayShape, build_micro_batch, lengths_of
 from megatron_t1.training.expert_load import expert_load
 from megatron_t1.training.passes import (
@@ -42,7 +43,6 @@ from megatron_t1.training.passes import (
 )
 from megatron_t1.training.samples import Sample
 from megatron_t1.training.schedule import learning_rate
-from megatron_t1.training.timing import timed
 from megatron_t1.trajectory.layout import TokenLayout
 
 

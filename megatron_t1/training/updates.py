@@ -8,10 +8,10 @@ import torch
 
 from megatron_t1.config.schema import ActorConfig, CriticConfig
 from megatron_t1.ppo.sums import Sums
+from megatron_t1.timing import timed
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine, LossFunction
 from megatron_t1.training.samples import Sample
-from megatron_t1.training.timing import timed
 from megatron_t1.trajectory.packing import minibatches
 
 

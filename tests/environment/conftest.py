@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.image import load_image
 from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
 from megatron_t1.environment.task import Task, TaskContent
 
@@ -114,6 +115,17 @@ def as_normal_user():
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def image(tmp_path):
+    """Loads a Dockerfile's text."""
+
+    def load(text):
+        (tmp_path / "Dockerfile").write_text(text)
+        return load_image(tmp_path, where="task t")
+
+    return load
 
 
 @pytest.fixture

@@ -6,19 +6,10 @@ from hypothesis import strategies as st
 
 from megatron_t1.environment.dockerfile_words import expanded, has_here_document, literal, split_words
 from megatron_t1.environment.exec_limits import MAX_WORD_BYTES
-from megatron_t1.environment.image import DEFAULT_PATH, RunCommand, load_image
+from megatron_t1.environment.image import DEFAULT_PATH, RunCommand
 from megatron_t1.errors import T1Error
 
 SET = {"B": "1", "EMPTY": "", "LONG": "x" * MAX_WORD_BYTES}
-
-
-@pytest.fixture
-def image(tmp_path):
-    def load(text):
-        (tmp_path / "Dockerfile").write_text(text)
-        return load_image(tmp_path, where="task t")
-
-    return load
 
 
 @pytest.mark.parametrize(

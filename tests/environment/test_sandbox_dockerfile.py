@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_t1.config.schema import EnvConfig
-from megatron_t1.environment.image import RunCommand, load_image
+from megatron_t1.environment.image import RunCommand
 from megatron_t1.environment.packages import PackagesMissing, satisfied
 from megatron_t1.environment.sandbox.base import Inventory
 from megatron_t1.environment.sandbox.interface import SandboxLost
@@ -18,15 +18,6 @@ from megatron_t1.rollout.pool import require_buildable
 HAVE = Inventory(
     {"python3": "3.11.2-1", "python3-pip": "23.0.1+dfsg-1", "awk": ""}, {"pytest": "8.4.1", "typing-extensions": "4.12"}
 )
-
-
-@pytest.fixture
-def image(tmp_path):
-    def load(text):
-        (tmp_path / "Dockerfile").write_text(text)
-        return load_image(tmp_path, where="task t")
-
-    return load
 
 
 @pytest.fixture

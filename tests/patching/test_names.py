@@ -11,7 +11,7 @@ from megatron_t1.patching.names import Rename, bound_by, fresh_names
 from megatron_t1.patching.tree import Tree
 from tests.patching.conftest import ROUTER, make_tree
 from tests.patching.test_edits import run
-from tests.patching.test_operations import run_router, states
+from tests.patching.test_operations import states, the_router_asks
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,7 @@ def test_a_fork_with_a_local_of_the_patch_s_name_still_works(tmp_path, patches):
     tree = Tree(make_tree(tmp_path / "fork", router=ROUTER.replace("best", "default")))
     assert states(tree, patches)["ask"] == "applicable"
     operations.apply(tree, patches)
-    module = run_router(tree)
-    router = module["Router"](None)
-    assert module["run"](router, [1.0, 1.0, 2.0]) == 2 * [2 / 4, 1 / 4, 1 / 4]
-
-    class Asked:
-        def take(self, values, count, default):
-            return default(values, count - 1)
-
-    router.asked = Asked()
-    assert module["run"](router, [1.0, 1.0, 2.0]) == 2 * [2 / 3, 1 / 3]
+    the_router_asks(tree)
     assert states(tree, patches)["ask"] == "applied"
     tree.path(".t1-patches.json").unlink()
     assert states(tree, patches)["ask"] == "there"  # recognised under the other name too

@@ -30,6 +30,20 @@ def run_router(tree):
     return namespace
 
 
+def the_router_asks(tree) -> None:
+    """The patched router does what the patches say: scaled, and another object's choice where there is one."""
+    module = run_router(tree)
+    router = module["Router"](None)
+    assert module["run"](router, [1.0, 1.0, 2.0]) == 2 * [2 / 4, 1 / 4, 1 / 4]
+
+    class Asked:
+        def take(self, values, count, default):
+            return default(values, count - 1)
+
+    router.asked = Asked()
+    assert module["run"](router, [1.0, 1.0, 2.0]) == 2 * [2 / 3, 1 / 3]
+
+
 def edit(tree, old: str, new: str) -> None:
     path = tree.path(ROUTER_FILE)
     text = path.read_text()
@@ -43,16 +57,7 @@ def test_apply_then_revert_gives_every_byte_back(tree, patches):
     plan, _ = operations.apply(tree, patches)
     assert plan.patches == ("ask", "scale", "training")
     assert states(tree, patches) == dict.fromkeys(("ask", "scale", "training"), "applied")
-    module = run_router(tree)
-    router = module["Router"](None)
-    assert module["run"](router, [1.0, 1.0, 2.0]) == 2 * [2 / 4, 1 / 4, 1 / 4]
-
-    class Asked:
-        def take(self, values, count, default):
-            return default(values, count - 1)
-
-    router.asked = Asked()
-    assert module["run"](router, [1.0, 1.0, 2.0]) == 2 * [2 / 3, 1 / 3]
+    the_router_asks(tree)
     assert operations.revert(tree, patches).patches == ("ask", "scale", "training")
     assert contents(tree.root) == before
 

@@ -28,7 +28,7 @@ from megatron_t1.environment.image import CopyFiles, MakeDirectory, RunCommand
 from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
 from megatron_t1.environment.sandbox.disk import FULL, has_room
-from megatron_t1.environment.sandbox.inside import read_regular
+from megatron_t1.environment.sandbox.inside import read_results
 from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.process import limits_script
@@ -37,7 +37,6 @@ from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import T1Error
 
 PROGRAMS = ("apptainer", "singularity")
-RESULT_LIMIT_BYTES = 4 << 20  # of one verifier result file
 VERIFIER_OUTPUT_LIMIT = 20_000
 # Nothing of the user's: no home, working directory, environment or /tmp of the host, no capability, no network.
 ISOLATION = (
@@ -150,14 +149,7 @@ class ApptainerSandbox:
         words = ("/bin/bash", "--noprofile", "--norc", "/tests/test.sh")
         exit_code, output = await self._once(words, self._workdir, self._env, timeout_s)
         await self._end_instance()
-        files, problems = {}, {}
-        for name in names:
-            try:
-                files[name] = read_regular(logs / name, RESULT_LIMIT_BYTES)
-            except FileNotFoundError:
-                pass
-            except (ValueError, OSError) as error:
-                problems[name] = str(error)
+        files, problems = read_results(logs, names)
         doubt = "" if has_room(self._scratch.disk, self._config) else FULL
         return VerifierRun(exit_code, output.text()[0], exit_code is None, files, problems, doubt)
 

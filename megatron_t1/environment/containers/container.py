@@ -25,12 +25,18 @@ from megatron_t1.environment.containers.tampering import CHANGED, describe, pars
 from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
 from megatron_t1.environment.sandbox.disk import FULL, has_room
-from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
+from megatron_t1.environment.sandbox.interface import (
+    RESULT_LIMIT_BYTES,
+    Change,
+    CommandResult,
+    Fetched,
+    SandboxLost,
+    VerifierRun,
+)
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
 from megatron_t1.environment.task import Files, Task
 
-RESULT_LIMIT_BYTES = 4 << 20  # of one verifier result file
 RESULTS_LIMIT_BYTES = 64 << 20  # of everything in the verifier's directory
 VERIFIER_OUTPUT_LIMIT = 20_000
 KEEP_IMAGES_H = 168  # images of tasks that nobody used for so long are removed; ours

@@ -21,7 +21,7 @@ from megatron_t1.environment.sandbox.cgroup import ControlGroups
 from megatron_t1.environment.sandbox.changes import Snapshot
 from megatron_t1.environment.sandbox.disk import FULL, has_room
 from megatron_t1.environment.sandbox.guarantees import guarantees
-from megatron_t1.environment.sandbox.inside import read_regular
+from megatron_t1.environment.sandbox.inside import read_results
 from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
 from megatron_t1.environment.sandbox.oneshot import run_script
 from megatron_t1.environment.sandbox.output import OutputBuffer
@@ -32,7 +32,6 @@ from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_bas
 from megatron_t1.environment.sandbox.shell import Shell
 from megatron_t1.environment.task import Files, Task
 
-RESULT_LIMIT_BYTES = 4 << 20  # of one verifier result file
 LOGS = "logs"  # what the verifier's processes see at /logs/verifier, on the sandbox's disk
 OPEN_FILES = 16_384  # descriptors of the driver
 
@@ -153,14 +152,7 @@ class BubblewrapSandbox:
             user=self._user,
             timeout_s=timeout_s,
         )
-        files, problems = {}, {}
-        for name in names:
-            try:
-                files[name] = read_regular(logs / name, RESULT_LIMIT_BYTES)
-            except FileNotFoundError:
-                pass
-            except (ValueError, OSError) as error:
-                problems[name] = str(error)
+        files, problems = read_results(logs, names)
         self._look_at_disk()
         doubt = FULL if self._was_full else ""
         return VerifierRun(exit_code, output.text()[0], exit_code is None, files, problems, doubt)

@@ -11,8 +11,10 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from megatron_t1.environment.sandbox.interface import RESULT_LIMIT_BYTES
 
 MAX_LINKS = 40
 MAX_DEPTH = 256  # directories of a walk; what lies deeper is not looked at
@@ -222,6 +224,19 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     except OSError as error:
         raise ValueError("is a symbolic link" if error.errno == errno.ELOOP else error.strerror) from error
     return _read_open(descriptor, limit)
+
+
+def read_results(directory: Path, names: Iterable[str]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """What a verifier left in a directory of the driver's: name -> content, and name -> why it was not read."""
+    files, problems = {}, {}
+    for name in names:
+        try:
+            files[name] = read_regular(directory / name, RESULT_LIMIT_BYTES)
+        except FileNotFoundError:
+            pass
+        except (ValueError, OSError) as error:
+            problems[name] = str(error)
+    return files, problems
 
 
 def _read_open(descriptor: int, limit: int) -> bytes:

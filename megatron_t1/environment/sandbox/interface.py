@@ -33,6 +33,9 @@ class CommandResult:
     omitted: int = 0
 
 
+RESULT_LIMIT_BYTES = 4 << 20  # of one result file of a verifier
+
+
 @dataclass(frozen=True)
 class VerifierRun:
     """What the task's tests/test.sh left.
