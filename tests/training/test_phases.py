@@ -72,14 +72,15 @@ def test_going_on_from_checkpoints_is_running_on(make_run, run, backend, monkeyp
     config.train.critic = replace(config.train.critic, warmup_steps=5)
     config.train.actor = replace(config.train.actor, warmup_steps=5, decay="cosine", decay_steps=20)
     kept = {}
-    load_critic, load_actor = critic._load, actor.load_actor
-    monkeypatch.setattr(critic, "_load", lambda *a: kept.setdefault("critic", load_critic(*a)))
+    new_critic, load_critic, load_actor = critic.new_critic, critic._load, actor.load_actor
+    monkeypatch.setattr(critic, "new_critic", lambda *a: kept.setdefault("critic", new_critic(*a)))
     monkeypatch.setattr(actor, "load_actor", lambda *a, **k: kept.setdefault("actor", load_actor(*a, **k)))
     for role in ("critic", "actor"):
         run(role, config, 0)
     resumed = copy_of(config, "resumed")
-    monkeypatch.setattr(critic, "_load", lambda *a: (kept["critic"][0], []))
+    monkeypatch.setattr(critic, "_load", lambda *a: [])
     running_on = {role: run(role, config, 1) for role in ("critic", "actor")}
+    monkeypatch.setattr(critic, "new_critic", new_critic)
     monkeypatch.setattr(critic, "_load", load_critic)
     monkeypatch.setattr(actor, "load_actor", load_actor)
     for role in ("critic", "actor"):
