@@ -4,7 +4,7 @@ export VENV
 T1 := $(VENV)/bin/t1
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: help setup quickstart learn learn-table ablate-critic train-speed audit conformance stream gap invariance ppo-bench test test-fast test-matrix chaos lint clean
+.PHONY: help setup quickstart learn learn-table ablate-critic train-speed audit conformance stream gap invariance ppo-bench test test-fast test-matrix chaos gpu lint clean
 
 help:
 	@echo "make setup       environment in $(VENV): torch (CPU), vLLM (CPU), Megatron-Core, this package"
@@ -22,6 +22,7 @@ help:
 	@echo "make test        all tests (real vLLM, Megatron over two processes, Slurm where installed)"
 	@echo "make test-fast   only the fast ones (under 3 minutes)"
 	@echo "make test-matrix the replay tests on megatron-core 0.13.1 to 0.19.2; writes docs/replay-layouts.md"
+	@echo "make gpu         tests and one table on a GPU, in under five minutes; says so where there is none"
 	@echo "make chaos KILLS=200  kills processes of small trainings at random and compares how they end; writes docs/chaos-report.md"
 	@echo "make lint        ruff"
 
@@ -79,6 +80,9 @@ test-matrix: setup
 KILLS ?= 200
 chaos: setup
 	T1_CHAOS_KILLS=$(KILLS) T1_CHAOS_SEED=$(SEED) T1_CHAOS_REPORT=docs/chaos-report.md $(PYTEST) tests/chaos -q
+
+gpu: setup
+	@scripts/gpu.sh $(VENV)/bin/python
 
 lint: setup
 	$(VENV)/bin/ruff check megatron_t1 tests benchmarks scripts

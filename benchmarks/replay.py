@@ -49,44 +49,57 @@ def random_routes(tokens: int, layers: int, experts: int, top_k: int) -> torch.T
 
 
 class Ways:
-    """The same routers, asked in several ways; each way is a forward that returns probabilities."""
+    """The same model, its routers asked in several ways; each way is a forward that returns one tensor.
 
-    def __init__(self, options: argparse.Namespace, layers: int, device: torch.device):
-        config = router_config(layers, options.experts, options.top_k, options.hidden)
-        self.stack = RouterStack(config).to(device)
-        self.hidden = torch.randn(options.tokens, 1, options.hidden, device=device, requires_grad=True)
-        self.routes = random_routes(options.tokens, layers, options.experts, options.top_k).to(device)
-        self.mask = torch.arange(options.tokens, device=device) % 10 > 0
+    Args:
+        model: what a RoutingReplay takes, with a `forward` that calls every router of `routers` once, in order.
+        routes: [T, L, K] experts to replay, in the compact type, on the model's device.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, routers: list, routes: torch.Tensor, forward: Callable[[], torch.Tensor]
+    ):
+        self.model, self.routers, self.routes, self.forward = model, routers, routes, forward
+        self.mask = torch.arange(len(routes), device=routes.device) % 10 > 0
+        self.on_device = routes.is_cuda
         self._close: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of_stack(cls, options: argparse.Namespace, layers: int, device: torch.device) -> Ways:
+        """Routers alone, after one another."""
+        stack = RouterStack(router_config(layers, options.experts, options.top_k, options.hidden)).to(device)
+        hidden = torch.randn(options.tokens, 1, options.hidden, device=device, requires_grad=True)
+        routes = random_routes(options.tokens, layers, options.experts, options.top_k).to(device)
+        return cls(stack, list(stack.routers), routes, lambda: stack(hidden))
 
     def native(self) -> Callable[[], torch.Tensor]:
         self._close()
-        return lambda: self.stack(self.hidden)
+        return self.forward
 
     def core(self) -> Callable[[], torch.Tensor]:
         from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
         self._close()
-        for column, router in enumerate(self.stack.routers):
+        for column, router in enumerate(self.routers):
             router.router_replay = replay = RouterReplay()
             replay.set_target_indices(self.routes[:, column].long())
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         RouterReplay.clear_global_router_replay_instances()
 
         def close() -> None:
-            for router in self.stack.routers:
+            for router in self.routers:
                 router.router_replay = None
 
         self._close = close
-        return lambda: self.stack(self.hidden)
+        return self.forward
 
     def ours(self, *, check: bool, masked: bool = False) -> Callable[[], torch.Tensor]:
         self._close()
-        replay = RoutingReplay(self.stack, options=ReplayOptions(check=check))
+        replay = RoutingReplay(self.model, options=ReplayOptions(check=check))
         self._close = replay.close
         mask = self.mask if masked else None
         # A slot is made for each micro-batch, so its check belongs to the time.
-        return lambda: replay.run(self.stack, MicroBatchRoutes(self.routes, mask), lambda: self.stack(self.hidden))
+        return lambda: replay.run(self.model, MicroBatchRoutes(self.routes, mask), self.forward)
 
     def all(self) -> dict[str, Callable[[], Callable[[], torch.Tensor]]]:
         ways: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {"native top-k": self.native}
@@ -104,7 +117,7 @@ class Ways:
 
 def seconds(ways: Ways, repeats: int) -> dict[str, list[tuple[float, float]]]:
     """Way -> (forward, forward and backward) seconds of each repetition; one more before them warms up."""
-    on_device = ways.hidden.is_cuda
+    on_device = ways.on_device
     wait = torch.cuda.synchronize if on_device else lambda: None
     clock = time.perf_counter if on_device else time.process_time
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways.all()}
@@ -121,7 +134,7 @@ def seconds(ways: Ways, repeats: int) -> dict[str, list[tuple[float, float]]]:
             wait()
             end = clock()
             del output
-            ways.stack.zero_grad()
+            ways.model.zero_grad()
             if repeat:
                 found[name].append((middle - start, end - start))
     return found
@@ -134,7 +147,7 @@ def peak_and_reads(ways: Ways) -> dict[str, tuple[int, int]]:
         forward = make()
         with PeakBytes() as memory, HostReads() as reads:
             forward().sum().backward()
-        ways.stack.zero_grad()
+        ways.model.zero_grad()
         found[name] = (memory.peak, reads.counts.total())
     return found
 
@@ -144,7 +157,7 @@ def median_ratio(times: list[tuple[float, float]], base: list[tuple[float, float
 
 
 def report(console: Console, options: argparse.Namespace, layers: int, device: torch.device) -> None:
-    ways = Ways(options, layers, device)
+    ways = Ways.of_stack(options, layers, device)
     timed, measured = seconds(ways, options.repeats), peak_and_reads(ways)
     native = timed["native top-k"]
     table = Table(
@@ -188,7 +201,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
-    backend = select_backend("cpu" if options.cpu or not torch.cuda.is_available() else "cuda")
+    backend = select_backend("cpu" if options.cpu or not torch.cuda.is_available() else "cuda_torch")
     backend.prepare()
     initialize_parallel(LayoutConfig(processes=1, expert=1), backend, seed=0)
     for layers in options.layers:
