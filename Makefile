@@ -3,6 +3,7 @@ VENV ?= .venv
 export VENV
 T1 := $(VENV)/bin/t1
 PYTEST := $(VENV)/bin/python -m pytest
+BESIDE := -n 2 --dist loadgroup
 
 .PHONY: help setup quickstart learn learn-table ablate-critic train-speed audit conformance stream gap invariance ppo-bench test test-fast test-matrix chaos gpu lint clean
 
@@ -69,10 +70,10 @@ ppo-bench: setup
 	@$(VENV)/bin/python benchmarks/ppo.py
 
 test: setup
-	$(PYTEST)
+	$(PYTEST) $(BESIDE)
 
 test-fast: setup
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(BESIDE) -m "not slow and not gpu"
 
 test-matrix: setup
 	@$(VENV)/bin/python scripts/test_matrix.py --write-docs docs/replay-layouts.md
