@@ -6,7 +6,7 @@ from hypothesis import settings
 from megatron_t1.config.schema import LayoutConfig
 from tests.tiny_model import cpu_backend
 
-LIGHT = {"audit", "cli", "config", "environment", "harbor", "patching", "ppo", "report", "trajectory"}
+LIGHT = {"audit", "cli", "config", "conformance", "environment", "harbor", "patching", "ppo", "report", "trajectory"}
 
 settings.register_profile("shared machine", deadline=None)  # an example's time says nothing where others compute too
 settings.load_profile("shared machine")
