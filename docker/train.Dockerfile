@@ -1,19 +1,29 @@
-# Training image: NGC PyTorch (CUDA, cuDNN, NCCL, Transformer Engine and Apex are in it), Megatron-Core, this package.
-#   docker build -f docker/train.Dockerfile --build-arg BASE_IMAGE=<an NGC PyTorch image> -t megatron-t1-train .
-ARG BASE_IMAGE
+# Training image: Megatron-Core, Megatron-Bridge and FLA's kernels on NVIDIA's PyTorch image, which has CUDA, cuDNN, NCCL,
+# torch, Transformer Engine and Apex. From the repository's root:
+#   docker build -f docker/train.Dockerfile -t megatron-t1-train:0.1.0 .
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.08-py3
 FROM ${BASE_IMAGE}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-ARG MEGATRON_CORE=0.16.1
-RUN pip install --no-cache-dir "megatron-core==${MEGATRON_CORE}" flash-linear-attention
+# What the base was built with stays as it is: its torch and everything compiled against it. The base's own constraints
+# (PIP_CONSTRAINT) fix far more, some of it below what Megatron-Bridge asks for, so they are left aside.
+ENV PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY requirements/train-gpu.txt /opt/megatron-t1/requirements/
+RUN pip list --format=freeze \
+    | grep -E '^(torch|torchvision|triton|pytorch-triton|transformer[-_]engine|apex|flash[-_]attn|nvidia-.*)==' \
+        > /opt/megatron-t1/base.txt \
+    && pip install --constraint /opt/megatron-t1/base.txt --requirement /opt/megatron-t1/requirements/train-gpu.txt
 
+# Last, since it changes most often.
 COPY pyproject.toml README.md LICENSE /opt/megatron-t1/
-COPY megatron_t1 /opt/megatron-t1/megatron_t1
 COPY conf /opt/megatron-t1/conf
 COPY patches /opt/megatron-t1/patches
 COPY slurm /opt/megatron-t1/slurm
-RUN pip install --no-cache-dir /opt/megatron-t1
+COPY megatron_t1 /opt/megatron-t1/megatron_t1
+RUN pip install --constraint /opt/megatron-t1/base.txt /opt/megatron-t1 \
+    && python3 -c "import megatron.core, megatron_t1.cli" \
+    && useradd --create-home --no-log-init --uid 10001 trainer
 
-RUN useradd --create-home --uid 1000 trainer
-USER trainer
+USER 10001
 WORKDIR /home/trainer
 ENTRYPOINT ["t1"]

@@ -169,6 +169,19 @@ Writes model.path: config.json, safetensors, tokenizer. The tokenizer is trained
   t1 model init model=tiny model.path=models/tiny_start run.seed=0""",
     ),
     Command(
+        ("convert", "check"), "convert:check", "is every tensor of a checkpoint accounted for, by model and layout?",
+        """\
+Compares a Hugging Face checkpoint, Qwen3-MoE or Qwen3.5-MoE, with the model that its config.json describes: every
+tensor is trained, carried over to exports (vision tower, multi-token prediction), or named as a problem. config.json
+and model.safetensors.index.json are enough to compare names; where weights are there, shapes and types are compared too
+(only headers are read). With a layout, every rank is visited: together they must load every tensor exactly once. Exit
+status 1 when something is wrong.
+
+  t1 convert check models/Qwen3.5-122B-A10B
+  t1 convert check models/Qwen3.5-122B-A10B layout=gpus64 layout.expert=8""",
+        configured=False,
+    ),
+    Command(
         ("show",), "inspect:show", "what a run did so far, or the transcript of one trajectory",
         """  t1 show RUN                        steps with time, speed, reward, checks, explained variance, KL, gap
   t1 show RUN --trajectory ID        tokens decoded, coloured by where they came from, with the verdict
@@ -255,6 +268,45 @@ that always or never pass, and what should be looked at. docs/rewards.md explain
   --out FILE            everything, as JSON
   --scale X             reward of one passed check (default 0.25)
   --top N               rows of each list that is shown (default 10)""",
+        configured=False,
+    ),
+    Command(
+        ("plan",), "plan:plan", "memory per GPU, time and bytes of a training, and whether it fits",
+        """\
+By arithmetic, without GPUs, torch or a checkpoint: weights, gradients, optimizer, activations with recompute, logits,
+routes, the engine's cache; time of each phase by the assumptions in plan.*; what an iteration writes; actor and critic
+as phases beside both at once. Exit status 1 when something doesn't fit; the nearest layouts that do are named then.
+docs/plan.md says how far to trust it.
+
+  t1 plan experiment=ppo_122b layout=gpus64 plan.gpu=h100
+  t1 plan experiment=ppo_122b plan.gpu=h200 --layouts      all shipped layouts, side by side
+  --search    the nearest layouts that fit, and the fastest for as many GPUs
+  --json      everything, in bytes and seconds""",
+        flags=("--layouts", "--search", "--json"),
+    ),
+    Command(
+        ("dryrun",), "dryrun:dryrun", "every rank of a layout built without GPUs: does the model fit together?",
+        """\
+Builds each rank's model, gradient buffers and optimizer shards on the meta device under a fake process group: shapes
+without numbers, in a few processes on this machine. The ranks must hold every parameter of the model exactly once, in
+checkpoints and conversion too, and as many bytes as `t1 plan` says; tokens, losses and routes of a sample batch must
+each be in exactly one place; one micro-batch runs forward and backward on a rank of every stage.
+Several values make several layouts. Exit status 1 when something doesn't hold. docs/dryrun.md has what it prints.
+
+  t1 dryrun experiment=ppo_122b layout=gpus64
+  t1 dryrun experiment=ppo_122b layout=gpus64,gpus96,gpus128
+  --policy     the actor's model only, not the critic's
+  --no-passes  build and count only""",
+        flags=("--policy", "--no-passes"),
+    ),
+    Command(
+        ("verify",), "inspect:verify", "is every file of a run still what was written?",
+        """\
+Reads every byte of the run and of its start model, and compares with what was recorded while it was written: manifest,
+options, choice of tasks, results, records, exchange logs, values, checkpoints, exports, metrics. Logs of processes,
+TensorBoard's events and plots are recorded nowhere. Exit status 1 when something differs; it is named.
+
+  t1 verify RUN""",
         configured=False,
     ),
     Command(

@@ -1,7 +1,7 @@
 """The files of a run: pure functions of the run directory and the counters. No phase invents a path of its own.
 
     RUN/config.yaml                         what `t1 run` was started with, resolved
-    RUN/manifest.json                       what is finished (manifest.py)
+    RUN/manifest.json                       what is finished (manifest.py); the one before: manifest.previous.json
     RUN/tasks.json                          tasks that are played (environment.selection)
     RUN/rollouts/iter_0003/                 records of iteration 3 (trajectory.store)
     RUN/values/iter_0003/                   old values, advantages, returns (trajectory.sidecar)
@@ -9,7 +9,7 @@
     RUN/checkpoints/critic/iter_0004/       critic after 4 critic phases
     RUN/hf/iter_0002/                       the actor's export for vLLM after 2 actor phases
     RUN/evaluations/iter_0002/              records of an evaluation of that export
-    RUN/phases/iter_0003/actor/             result.json and logs of a phase
+    RUN/phases/iter_0003/actor/             result.json and logs of a phase; progress/ while it is in its middle
     RUN/model/, RUN/critic/                 what is left outside a training: by a fine-tuning, by a critic's warm-up
 
 With W warm-up iterations, loop iteration i samples with policy max(0, i - W); policy 0 is `model.path` itself.
@@ -112,6 +112,10 @@ class RunPaths:
 
     def phase(self, iteration: int, phase: str) -> Path:
         return self.root / "phases" / _name(iteration) / phase
+
+    def progress(self, iteration: int, phase: str) -> Path:
+        """Checkpoints in the middle of a training phase; gone when it is over."""
+        return self.phase(iteration, phase) / "progress"
 
 
 @dataclass(frozen=True)

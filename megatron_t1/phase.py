@@ -7,7 +7,6 @@ reads terabytes; the phase that reads the large ones compares theirs first (`req
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_t1 import atomic
+from megatron_t1 import atomic, sealed
 from megatron_t1.errors import IncompleteError
 from megatron_t1.paths import RunPaths, within
 
 RESULT_FILE = "result.json"
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 SMALL_BYTES = 1 << 20  # files whose digests the loop itself compares: markers, settings, summaries
 HASHING_THREADS = 8
 
@@ -44,13 +43,13 @@ class PhaseResult:
 
     def write(self, directory: Path) -> None:
         """Numbers that aren't finite, which JSON doesn't have, become null, as in metrics.jsonl."""
-        atomic.write_json(directory / RESULT_FILE, _without_nan(asdict(self)))
+        sealed.write(directory / RESULT_FILE, _without_nan(asdict(self)))
 
     @classmethod
     def read(cls, directory: Path) -> PhaseResult:
         path = directory / RESULT_FILE
         try:
-            raw = json.loads(path.read_text())
+            raw = sealed.read(path)
             outputs = [WrittenFile(**item) for item in raw.pop("outputs")]
             for numbers in (raw.get("metrics", {}), raw.get("timings_s", {})):
                 numbers.update({name: math.nan for name, value in numbers.items() if value is None})

@@ -63,9 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reuse", action="store_true", help="show the other releases as their last run left them")
     parser.add_argument("--tests", nargs="+", default=["tests/routing"], metavar="PATH")
     parser.add_argument("--write-docs", type=Path, metavar="FILE", help="where to put the table of layouts x versions")
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-t1" / "matrix"
-    parser.add_argument("--cache", type=Path, default=default, help="where unpacked releases are kept")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="where unpacked releases are kept")
     return parser
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-t1" / "matrix"
 
 
 # -- environments ---------------------------------------------------------------------------------------------------
@@ -160,10 +163,10 @@ def run(version: str, paths: list[Path], options: argparse.Namespace) -> Result:
 
 
 def _report(version: str, options: argparse.Namespace) -> Path:
-    """Where the outcome of one release's last run lies."""
+    """Where the outcome of one release's last run of these tests lies."""
     directory = options.cache / "reports"
     directory.mkdir(parents=True, exist_ok=True)
-    return directory / f"{version}.xml"
+    return directory / f"{version}-{'+'.join(Path(path).stem for path in options.tests)}.xml"
 
 
 def read(version: str, report: Path) -> Result:

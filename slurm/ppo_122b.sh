@@ -3,13 +3,6 @@
 #
 #   sbatch slurm/ppo_122b.sh run.dir=/scratch/me/ppo model.path=/models/Qwen3.5-122B-A10B train.actor.lr=2e-6
 #   sbatch -N16 slurm/ppo_122b.sh layout=gpus128 ...          another size: the command line wins over this header
-#   sbatch -N2 --gpus-per-node=0 slurm/ppo_122b.sh model=tiny layout=ep2 env=terminal rollout=default train=default \
-#          cluster.train.processes_per_node=1 ...            the whole loop on two nodes without GPUs: docs/cluster.md
-#
-# Before its time is over the job stops cleanly and queues itself again (cluster.slurm.max_requeues); so does Slurm after a
-# node failure. It goes on after the last finished step, as does the same command when it is submitted again. Before anything starts the allocation is compared with what the layout needs. Slurm runs a copy
-# of this file from its spool directory, so nothing beside it is read: `t1` comes from T1 (a path), from PATH, or from
-# .venv in the directory the job was submitted from.
 #
 #SBATCH --job-name=t1-ppo-122b
 #SBATCH --nodes=8
@@ -20,6 +13,15 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
+
+EXPERIMENT=ppo_122b
+
+# From here on all scripts of this directory are the same.
+# Before its time is over the job stops cleanly and queues itself again (cluster.slurm.max_requeues times at most); so
+# does Slurm after a node failure. It goes on after the last finished step, as does the same command when it is
+# submitted again. Before anything starts the allocation is compared with what the layout needs, and its nodes with each
+# other. Slurm runs a copy of this file from its spool directory, so nothing beside it is read: `t1` comes from T1 (a
+# path), from PATH, or from .venv in the directory the job was submitted from.
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
@@ -38,4 +40,4 @@ fi
 
 echo "job ${SLURM_JOB_ID:-none} on ${SLURM_JOB_NUM_NODES:-1} nodes: ${SLURM_JOB_NODELIST:-$(hostname)}"
 # exec: Slurm's signal before the time limit reaches t1 itself, which ends the running phase and keeps what is finished.
-exec "$T1" run +experiment=ppo_122b cluster=slurm "$@"
+exec "$T1" run "+experiment=$EXPERIMENT" cluster=slurm "$@"

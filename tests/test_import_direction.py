@@ -18,7 +18,7 @@ LAYERS = (
     ("model", "rollout", "importing"),
     ("audit",),
     ("training",),
-    ("loop", "checkout"),
+    ("loop", "checkout", "planner"),
     ("commands",),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

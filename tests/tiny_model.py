@@ -63,11 +63,11 @@ def write_hf(
     import torch
     from safetensors.torch import save_file
 
-    from megatron_t1.model.mapping import Qwen3MoeMapping
+    from megatron_t1.model.mapping import WeightMapping
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in Qwen3MoeMapping(architecture).tensors():
+    for name, shape in WeightMapping(architecture).tensors():
         if name == "lm_head.weight" and architecture.tie_word_embeddings:
             continue
         noise = torch.randn(shape, generator=generator)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,25 +26,31 @@ SIZES = (
 
 
 class Workshop:
-    """One directory in which `t1` is used; every process started from here carries a mark."""
+    """One directory in which `t1` is used; every process started from here carries a mark.
 
-    def __init__(self, directory: Path):
+    Args:
+        tasks: another workshop whose tasks and demonstrations are used; None: this one's own.
+    """
+
+    def __init__(self, directory: Path, *, model: str = "tiny", tasks: Workshop | None = None):
         self.directory, self.mark = directory, uuid.uuid4().hex
+        shared = directory if tasks is None else tasks.directory
         # Episodes run as another user, who may not pass through pytest's own directories.
         self.scratch = Path(tempfile.gettempdir()) / f"t1-test-{self.mark}"
         self.scratch.mkdir(mode=0o711)
         self.options = [
-            "experiment=quickstart", *SIZES,
-            f"generate.out={directory}/tasks", f"env.tasks={directory}/tasks/train",
-            f"eval.tasks={directory}/tasks/held_out", f"train.sft.demonstrations={directory}/demonstrations",
+            "experiment=quickstart", f"model={model}", *SIZES,
+            f"generate.out={shared}/tasks", f"env.tasks={shared}/tasks/train",
+            f"eval.tasks={shared}/tasks/held_out", f"train.sft.demonstrations={shared}/demonstrations",
         ]  # fmt: skip
 
-    def start(self, *words: str) -> subprocess.Popen:
+    def start(self, *words: str, around: Sequence[str] = ()) -> subprocess.Popen:
+        """`t1` with these words; `around`: a command that it runs under."""
         # To a file: a pipe that nobody reads would stop the loop.
         self.output = self.directory / f"output.{uuid.uuid4().hex[:8]}"
         with open(self.output, "wb") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", "megatron_t1.cli", *words],
+                [*around, sys.executable, "-m", "megatron_t1.cli", *words],
                 cwd=self.directory,
                 env={**os.environ, "PYTHONPATH": str(ROOT), MARK: self.mark, "TMPDIR": str(self.scratch)},
                 stdin=subprocess.DEVNULL,
@@ -64,6 +70,16 @@ class Workshop:
         assert "Traceback" not in said
         self.no_process_is_left()
         return said
+
+    @property
+    def untaught(self) -> str:
+        """The option that names the start model."""
+        return f"model.path={self.directory}/start"
+
+    def teach(self) -> None:
+        """Show the demonstrations to the start model."""
+        said = self.t1("train", "sft", *self.options, self.untaught, f"run.dir={self.directory}/sft")
+        assert "held-out loss" in said
 
     def run(self, name: str, *more: str, status: int = 0) -> str:
         return self.t1(*self.run_words(name), *more, status=status)

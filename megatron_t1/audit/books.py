@@ -58,10 +58,13 @@ def read_books(root: Path) -> Books:
     elif kept:
         books.problems.append(Finding(Kind.RECORDED, "config.yaml: missing"))
     finished: dict[tuple[int, str], str] = {}
+    gone: set[Path] = set()  # records that were deleted by policy
     if paths.manifest.exists():
         try:
             require_regular(paths.manifest)
-            finished = {step.key: step.result_sha256 for step in Manifest.read(paths.manifest).finished}
+            manifest = Manifest.read_exactly(paths.manifest)
+            finished = {step.key: step.result_sha256 for step in manifest.finished}
+            gone = {path for name in manifest.retired if not (path := paths.root / name).exists()}
             books.has_manifest = True
         except (T1Error, OSError, RecursionError) as error:
             books.problems.append(_unreadable(paths.manifest.name, error))
@@ -85,6 +88,8 @@ def read_books(root: Path) -> Books:
                 set_aside = _set_aside(paths.root, records)
             except (T1Error, OSError, AttributeError, RecursionError) as error:
                 books.problems.append(_unreadable(str(path.relative_to(paths.root)), error))
+                continue
+            if records in gone:
                 continue
             if (number_of(directory), phase) in finished or not set_aside:
                 books.results[kind, number_of(records)] = result

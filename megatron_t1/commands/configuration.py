@@ -15,6 +15,7 @@ from megatron_t1.config.compose import (
     parse_overrides,
     to_yaml,
 )
+from megatron_t1.config.families import installed_core_problems
 from megatron_t1.config.inputs import device_problems, run_dir_problems
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import check, unbuildable
@@ -80,7 +81,7 @@ def require_startable(
     """
     problems = [*model_problems(config), *run_dir_problems(config), *more]
     if training:
-        problems += [*unbuildable(config), *device_problems(config)]
+        problems += [*unbuildable(config), *installed_core_problems(config), *device_problems(config)]
     check(config, inputs, problems)
 
 

@@ -1,4 +1,4 @@
-"""`t1 show`, `t1 compare` and `t1 inspect`: read a run or a file, change nothing (but plots)."""
+"""`t1 show`, `t1 verify`, `t1 compare` and `t1 inspect`: read a run or a file, change nothing (but plots)."""
 
 from __future__ import annotations
 
@@ -52,6 +52,22 @@ def show(invocation: Invocation) -> int:
             return 0
         print_run(options.run)
     return 0
+
+
+def verify(invocation: Invocation) -> int:
+    parser = Parser(prog="t1 verify", add_help=False)
+    parser.add_argument("run")
+    options = parser.parse_args(invocation.arguments)
+    from megatron_t1.loop.verify import verify_run
+    from megatron_t1.report.printable import printable
+
+    found = verify_run(options.run)
+    for problem in found.problems:
+        print(printable(problem))
+    gone = f"; {found.retired} directories were deleted by policy" if found.retired else ""
+    said = f"{len(found.problems)} problems" if found.problems else "nothing has changed"
+    print(f"{found.files} files ({found.size / 2**20:,.1f} MiB): {said} since they were written{gone}")
+    return int(bool(found.problems))
 
 
 def inspect(invocation: Invocation) -> int:

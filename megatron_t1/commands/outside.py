@@ -5,12 +5,14 @@ from __future__ import annotations
 from megatron_t1.audit.rollouts import rollouts_of
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import command_config, print_config, require_startable
-from megatron_t1.commands.run import STARTS_AGAIN, phase, print_results, say, stoppable
+from megatron_t1.commands.run import phase, print_results, say, stoppable
 from megatron_t1.config.inputs import other_reward
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.outside import OUTSIDE, run_outside
 from megatron_t1.paths import RunPaths
+
+GOES_ON = "the same command goes on from the last checkpoint of this phase, or from the beginning where it has none"
 
 
 def sft(invocation: Invocation) -> int:
@@ -20,7 +22,7 @@ def sft(invocation: Invocation) -> int:
         return print_config(config, model=True)
     config.iteration = -1
     require_startable(config, ["model.path", "train.sft.demonstrations"])
-    return stoppable(lambda: _sft(config), afterwards=STARTS_AGAIN)
+    return stoppable(lambda: _sft(config), afterwards=GOES_ON)
 
 
 def _sft(config: Config) -> int:
@@ -40,7 +42,7 @@ def critic(invocation: Invocation) -> int:
     config.iteration = -1
     inputs = ["model.path", *(["train.critic.start"] if config.train.critic.start else [])]
     require_startable(config, inputs, more=_rollout_problems(config))
-    return stoppable(lambda: _warm_up(config), afterwards=STARTS_AGAIN)
+    return stoppable(lambda: _warm_up(config), afterwards=GOES_ON)
 
 
 def _rollout_problems(config: Config) -> list[str]:

@@ -25,8 +25,10 @@ def analyze(invocation: Invocation) -> int:
     from megatron_t1.report.reward_view import print_analysis
     from megatron_t1.report.rewards import analyze as analyze_trials
 
-    trials = [trial for path in options.paths for trial in read_trials(path)]
-    found = analyze_trials(trials, scale=options.scale, one_run=len(options.paths) == 1)
+    paths = list(dict.fromkeys(Path(path).resolve() for path in options.paths))
+    paths = [path for path in paths if not any(other in path.parents for other in paths)]  # a trial counts once
+    trials = [trial for path in paths for trial in read_trials(path)]
+    found = analyze_trials(trials, scale=options.scale, one_run=len(paths) == 1)
     print_analysis(found, top=options.top)
     if options.out:
         atomic.write_json(Path(options.out), {"paths": [str(Path(path)) for path in options.paths], **asdict(found)})

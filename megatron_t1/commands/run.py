@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import command_config, print_config, require_startable
+from megatron_t1.commands.plan import fit_problems
 from megatron_t1.config.compose import flatten, load_run_config
 from megatron_t1.config.inputs import is_run, missing_inputs
 from megatron_t1.config.schema import Config
@@ -17,7 +18,7 @@ from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.launcher import Stopped
 from megatron_t1.loop.outside import OUTSIDE, phase_outside_the_loop
-from megatron_t1.loop.requeue import requeue_when_out_of_time
+from megatron_t1.loop.requeue import answering_for_its_job, requeue_when_out_of_time
 from megatron_t1.loop.runner import opened
 from megatron_t1.loop.steps import Key, Step, all_steps, evaluates, next_step, total_iterations
 from megatron_t1.manifest import Manifest
@@ -42,8 +43,9 @@ def run(invocation: Invocation) -> int:
     config = command_config(invocation)
     if invocation.print_config:
         return print_config(config, model=True)
-    require_startable(config, run_inputs(config), more=loop_problems(config))
-    return stoppable(lambda: _run(config), stopped=lambda number: requeue_when_out_of_time(config, number, say))
+    require_startable(config, run_inputs(config), more=[*loop_problems(config), *fit_problems(config)])
+    with answering_for_its_job(config, say):
+        return stoppable(lambda: _run(config), stopped=lambda number: requeue_when_out_of_time(config, number, say))
 
 
 def run_inputs(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_t1.cli import Invocation, find_command, parse
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.commands.configuration import command_config, model_problems, print_config
+from megatron_t1.commands.plan import fit_problems
 from megatron_t1.commands.run import finished_keys, run_inputs, say, stoppable
 from megatron_t1.config.inputs import is_run, run_dir_problems
 from megatron_t1.config.schema import Config
@@ -18,6 +19,7 @@ from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.chain import Chain, cancel_chain, next_kind, run_link, submit_link, waiting_links
 from megatron_t1.loop.launcher import KINDS
 from megatron_t1.loop.lock import lock_owner
+from megatron_t1.loop.requeue import answering_for_its_job
 from megatron_t1.loop.runner import opened, read_launch
 from megatron_t1.loop.steps import Step, next_step, progress
 from megatron_t1.loop.submission import (
@@ -93,7 +95,7 @@ def _require_submittable(config: Config, invocation: Invocation) -> None:
     Raises:
         ConfigError: lists it.
     """
-    problems = [*model_problems(config), *run_dir_problems(config), *unbuildable(config)]
+    problems = [*model_problems(config), *run_dir_problems(config), *unbuildable(config), *fit_problems(config)]
     if config.cluster.launcher != "slurm":
         problems.append("`t1 slurm` starts phases as job steps: add cluster=slurm, or experiment=ppo_122b")
     if {"--chain", "--het"} <= invocation.flags:
@@ -120,7 +122,8 @@ def link(invocation: Invocation) -> int:
             run_link(runner, options.kind, say)
         return 0
 
-    return stoppable(work)
+    with answering_for_its_job(config, say):
+        return stoppable(work)
 
 
 def cancel(invocation: Invocation) -> int:
@@ -167,7 +170,7 @@ def job_lines(run: str | Path) -> list[str]:
     kinds = {line["job"]: line.get("kind") or "run" for line in slurm_jobs.noted(run) if line["job"]}
     lines = []
     for number, kind in kinds.items():
-        job = slurm_jobs.find(number)
+        job = slurm_jobs.find_noted(run, number)
         if job is None:
             lines.append(f"job {number:<8} {kind:<8} over, and forgotten by Slurm")
             continue

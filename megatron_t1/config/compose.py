@@ -7,6 +7,7 @@ started by hand sees exactly what the loop's own phases see.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -30,6 +31,7 @@ from megatron_t1.errors import ConfigError, IncompleteError
 from megatron_t1.resources import resource_dir
 
 EXPERIMENT = "experiment"
+SEAL = "# SHA-256 of what follows: "  # begins the first line of a saved configuration
 # Options that name files or directories: saved as absolute paths, since phases may start in another directory.
 PATH_OPTIONS = (
     "run.dir", "model.path", "env.tasks", "env.sources", "env.baselines", "eval.tasks", "rollout.selection.trials",
@@ -37,6 +39,7 @@ PATH_OPTIONS = (
 )  # fmt: skip
 OPEN_KEYS = (  # any key may stand below these
     "extra", "cluster.rollout.env", "cluster.train.env", "env.sources", "env.weights", "env.sandbox.images",
+    "layout.critic", "layout.export",
 )  # fmt: skip
 
 
@@ -79,7 +82,9 @@ def load_run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Confi
     """
     path = Path(run_dir).resolve() / "config.yaml"
     try:
-        saved = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        _require_seal(text)
+        saved = yaml.safe_load(text)
         if not isinstance(saved, dict):
             raise ValueError(f"it holds {type(saved).__name__}, not options")
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -120,8 +125,23 @@ def _schema() -> Any:
 
 
 def save(config: Config, path: str | Path) -> None:
-    """Write the resolved configuration as YAML, atomically."""
-    atomic.write_text(path, to_yaml(config))
+    """Write the resolved configuration as YAML, atomically, below a line with its digest."""
+    text = to_yaml(config)
+    atomic.write_text(path, f"{SEAL}{_digest(text)}\n{text}")
+
+
+def _require_seal(text: str) -> None:
+    """Raise ValueError when the text begins with a digest line that isn't of the rest; without one it may be anything.
+
+    What a disk has flipped is named before it computes something else; somebody's own file needs no such line.
+    """
+    first, _, rest = text.partition("\n")
+    if first.startswith("#") and first != f"{SEAL}{_digest(rest)}":
+        raise ValueError("it isn't what its first line is the digest of (without that line, it is taken as it is)")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_yaml(config: Config) -> str:

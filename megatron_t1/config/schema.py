@@ -7,7 +7,7 @@ does not give (learning rates, lambdas, reward scale, warm-up length, ...) are t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MISSING = "???"
@@ -31,6 +31,10 @@ class LoopConfig:
     evaluate_every: int = 0  # actor updates between evaluations; 0: only before the first and after the last
     evaluate_first: bool = True
     evaluate_last: bool = True
+    # What stays on the disk (checkpoints: train.keep_checkpoints), besides what a step still has to read:
+    keep_rollouts: int = 0  # newest iterations whose records, exchange logs and values stay; 0: all
+    keep_exports: int = 0  # newest exports; 0: as many as train.keep_checkpoints
+    keep_evaluated: int = 0  # newest evaluated policies whose exports stay; 0: all
 
 
 @dataclass
@@ -75,7 +79,7 @@ class ModelConfig:
 
 @dataclass
 class LayoutConfig:
-    """Parallel sizes of a training phase. World size must be a multiple of tensor * pipeline * context."""
+    """Parallel sizes of the training phases. World size must be a multiple of tensor * pipeline * context."""
 
     processes: int = 2  # world size
     tensor: int = 1
@@ -87,11 +91,21 @@ class LayoutConfig:
     dispatcher: str = "alltoall"  # alltoall | allgather
     recompute: str = "none"  # none | full | moe
     distributed_optimizer: bool = False
+    # What is otherwise in one phase, e.g. {recompute: none}; all but the number of processes may be. An export reads
+    # the actor's checkpoint in any layout.
+    critic: dict[str, Any] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)
+    engine_tensor: int = 1  # GPUs of one vLLM engine, where rollout.engine.tensor_parallel says ${layout.engine_tensor}
 
     @property
     def stream_multiple(self) -> int:
         """What the tokens of a micro-batch are padded to a multiple of (`trajectory.layout`)."""
         return math.lcm(2 * self.context if self.context > 1 else 1, self.context * self.tensor)
+
+    def of(self, phase: str) -> LayoutConfig:
+        """The layout in one training phase (sft, warmup, critic, actor, export), without others' particulars."""
+        own = {"critic": self.critic, "warmup": self.critic, "export": self.export}.get(phase, {})
+        return replace(self, **{**own, "critic": {}, "export": {}})
 
 
 @dataclass
@@ -99,7 +113,9 @@ class ResourcesConfig:
     """Where phases of one kind run. Two kinds exist, rollout and train: they may have different Python environments."""
 
     python: str = ""  # interpreter; empty: the one that runs the loop
-    container: str = ""  # image for srun --container-image (pyxis); empty: none
+    container: str = ""  # image that phases run in, as container_runtime takes it; empty: none
+    container_runtime: str = "pyxis"  # pyxis (srun --container-image) | apptainer
+    container_args: list[str] = field(default_factory=list)  # of `srun` (pyxis) or `apptainer exec`, e.g. mounts
     setup: list[str] = field(default_factory=list)  # shell lines of the user's own, e.g. "module load cuda"
     env: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
@@ -121,16 +137,23 @@ class SlurmConfig:
     requeue_within_s: float = 900.0  # a job that is stopped so close to its end queues itself again; ours
     max_requeues: int = 50  # so many times; ours
     max_failures: int = 3  # jobs of a chain in a row that may finish no step; ours
+    preflight: bool = True  # before the first phase of a job: look at every node, from each kind's environment
+    max_clock_difference_s: float = 10.0  # between two nodes' clocks; ours
 
 
 @dataclass
 class ClusterConfig:
     launcher: str = "local"  # local | slurm
-    backend: str = "auto"  # auto | cpu | cuda: of the trainer
+    backend: str = "auto"  # auto | cpu | cuda | cuda_torch (no Transformer Engine): of the trainer
     rollout: ResourcesConfig = field(default_factory=ResourcesConfig)
     train: ResourcesConfig = field(default_factory=ResourcesConfig)
     stop_grace_s: float = 15.0  # between SIGTERM and SIGKILL of a phase
     phase_timeout_s: float = 86400.0
+    # Launches of a phase again, within one job, that something killed or whose engine was lost (0: the loop ends, and
+    # the same command goes on); not where the phase said what is wrong. ours
+    phase_retries: int = 0
+    gpu_free_share: float = 0.9  # of each GPU's memory, without which no phase starts on it; 0: don't ask; ours
+    collective_timeout_s: float = 600.0  # that training's ranks wait for each other, also for one that loads or writes
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def resources(self, kind: str) -> ResourcesConfig:
@@ -232,6 +255,10 @@ class RolloutConfig:
     max_context: int = 512  # tokens of one trajectory; must fit train.capacity
     seeded: bool = False  # a seed per trajectory and turn; needs engine.chunked_prefill=false on CPU
     routes: bool = True  # record the experts each token took
+    # What a phase that starts again does with episodes that had begun. restart: from their first turn. continue: the
+    # engine's answers are kept while an episode lasts; its commands run again in a new sandbox, and the engine is asked
+    # from the first request that wasn't answered, or that is another one since a command said something else.
+    in_flight: str = "restart"  # restart | continue
     max_untrusted_share: float = 0.5  # more episodes without a trusted verdict than this fail the phase; ours
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -248,6 +275,11 @@ class OptimizerConfig:
     decay: str = "constant"  # constant | cosine | linear: over decay_steps of this role's own counter
     decay_steps: int = 0
     min_lr_ratio: float = 0.0
+    checkpoint_every: int = 0  # mini-batches between checkpoints within a phase, to go on from when it dies; 0: none
+    # stop | skip: what a loss or gradient that isn't finite does, to the phase or to its mini-batch alone
+    nonfinite: str = "stop"
+    # Where Megatron can't load a checkpoint's optimizer in this layout: a new one, with the old schedule, and no error.
+    reset_optimizer: bool = False
 
 
 @dataclass
@@ -381,6 +413,28 @@ class EvalConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What `t1 plan` and the check before a start assume. Nothing that is trained depends on it. All ours."""
+
+    gpu: str = "auto"  # auto: the smallest of this machine; or a100, h100, h800, h20, h200, b200, gb200, b300
+    gpu_memory_gib: float = 0.0  # of one GPU; 0: as the GPU is known to have
+    ignore_memory: bool = False  # start although the model doesn't fit by estimate
+    reserve_gib: float = 5.0  # of each GPU: driver, CUDA context, buffers of NCCL and cuBLAS, fragmentation
+    imbalance: float = 1.3  # rows of the fullest expert-parallel rank over the mean
+    mean_length: float = 0.5  # of a trajectory, over rollout.max_context; turns likewise, over env.max_turns
+    sampled_share: float = 0.3  # of a trajectory's tokens that the model wrote
+    utilisation: float = 0.35  # of the GPUs' peak, in training, without exchange and pipeline bubbles
+    node_gb_s: float = 100.0  # that one GPU exchanges within a node, where nothing hides it
+    network_gb_s: float = 40.0  # and between nodes
+    decode_bandwidth: float = 0.6  # share of the memory's bandwidth that decoding reaches
+    prefill_utilisation: float = 0.35  # of the GPUs' peak
+    command_s: float = 5.0  # a turn's command in its sandbox
+    phase_start_s: float = 90.0  # processes, communicators, kernels, before a training phase reads its model
+    engine_start_s: float = 240.0  # the same of an engine, without reading weights
+    storage_gb_s: float = 10.0  # all nodes together, reading or writing
+
+
+@dataclass
 class GenerateConfig:
     """`t1 tasks generate` and `t1 tasks demonstrate`."""
 
@@ -412,4 +466,5 @@ class Config:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     extra: dict[str, Any] = field(default_factory=dict)  # for a user's own classes

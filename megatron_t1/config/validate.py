@@ -10,22 +10,27 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_t1.config import layout_rules
 from megatron_t1.config.compose import flatten
+from megatron_t1.config.families import FAMILIES, HYBRID, family_problems
 from megatron_t1.config.inputs import missing_inputs
-from megatron_t1.config.schema import MISSING, Config, GaeConfig
+from megatron_t1.config.schema import MISSING, Config, GaeConfig, LayoutConfig
 from megatron_t1.config.targets import target_problems
 from megatron_t1.errors import ConfigError
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
-    "model.architecture.family": ("qwen3_moe", "qwen3_5_moe"),
-    "layout.dispatcher": ("alltoall", "allgather"),
-    "layout.recompute": ("none", "full", "moe"),
+    "model.architecture.family": FAMILIES,
+    "layout.dispatcher": layout_rules.DISPATCHERS,
+    "layout.recompute": layout_rules.RECOMPUTATIONS,
     "cluster.launcher": ("local", "slurm"),
-    "cluster.backend": ("auto", "cpu", "cuda"),
+    **{f"cluster.{kind}.container_runtime": ("pyxis", "apptainer") for kind in ("rollout", "train")},
+    "cluster.backend": ("auto", "cpu", "cuda", "cuda_torch"),
     "generate.pool": ("full", "small"),
     "env.timed_out_policy": ("score", "exclude"),
+    "rollout.in_flight": ("restart", "continue"),
     "rollout.engine.dtype": ("", "float32", "bfloat16"),
+    "plan.gpu": ("auto", "a100", "h100", "h800", "h20", "h200", "b200", "gb200", "b300"),
     "train.actor.kl_estimator": ("k1", "k2", "k3"),
     "train.actor.old_logprobs": ("sampler", "recomputed"),
     "train.actor.correction": ("none", "truncated", "band", "sequence"),
@@ -36,11 +41,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.critic.head_bias": ("zero", "mean_return"),
     "train.gae.advantages": ("raw", "centred", "whitened"),
     **{f"train.{role}.decay": ("constant", "cosine", "linear") for role in ("actor", "critic", "sft")},
+    **{f"train.{role}.nonfinite": ("stop", "skip") for role in ("actor", "critic", "sft")},
 }
 POSITIVE = (
     "layout.processes layout.tensor layout.pipeline layout.virtual_pipeline layout.context layout.expert "
-    "layout.expert_tensor env.max_turns env.command_timeout_s env.output_limit env.agent_timeout_s "
-    "env.verifier_timeout_s env.start_timeout_s env.teardown_timeout_s "
+    "layout.expert_tensor layout.engine_tensor env.max_turns env.command_timeout_s env.output_limit "
+    "env.agent_timeout_s env.verifier_timeout_s env.start_timeout_s env.teardown_timeout_s "
     "env.sandbox.memory_mb env.sandbox.file_size_mb env.sandbox.max_processes "
     "env.sandbox.cpu_seconds env.sandbox.disk_mb env.sandbox.max_files "
     "rollout.tasks_per_iteration rollout.samples_per_task rollout.selection.min_trials rollout.concurrency "
@@ -51,21 +57,25 @@ POSITIVE = (
     "train.critic.warmup_min_epochs train.critic.warmup_patience "
     "train.critic.huber_delta train.sft.tokens train.sft.tokens_per_step train.actor.correction_cap eval.attempts "
     "cluster.rollout.processes_per_node cluster.train.processes_per_node cluster.rollout.threads cluster.train.threads "
-    "cluster.stop_grace_s cluster.phase_timeout_s model.architecture.hidden_size model.architecture.num_hidden_layers "
+    "cluster.stop_grace_s cluster.phase_timeout_s cluster.collective_timeout_s cluster.slurm.max_clock_difference_s "
+    "model.architecture.hidden_size model.architecture.num_hidden_layers "
     "model.architecture.num_attention_heads model.architecture.num_key_value_heads model.architecture.head_dim "
     "model.architecture.moe_intermediate_size model.architecture.num_experts model.architecture.num_experts_per_tok "
     "model.architecture.full_attention_interval generate.min_parts generate.max_parts generate.workers "
-    "env.sandbox.host_uid reward.scale train.actor.eps train.critic.eps train.sft.eps"
+    "env.sandbox.host_uid reward.scale train.actor.eps train.critic.eps train.sft.eps plan.imbalance plan.mean_length "
+    "plan.utilisation plan.decode_bandwidth plan.prefill_utilisation plan.storage_gb_s plan.node_gb_s plan.network_gb_s"
 ).split()
 NOT_NEGATIVE = (
-    "loop.warmup_iterations loop.iterations loop.evaluate_every cluster.rollout.nodes cluster.train.nodes "
+    "loop.warmup_iterations loop.iterations loop.evaluate_every loop.keep_rollouts loop.keep_exports "
+    "loop.keep_evaluated cluster.phase_retries cluster.rollout.nodes cluster.train.nodes "
     "cluster.rollout.gpus_per_node cluster.train.gpus_per_node rollout.engine.kv_cache_bytes eval.limit eval.max_turns "
     "env.min_turns eval.temperature reward.cap reward.penalty "
     "train.actor.entropy_coef train.actor.kl_coef train.actor.clip_low train.actor.clip_high "
     "train.critic.value_clip train.gae.length_adaptive_alpha train.sft.aux_loss_coef train.sft.holdout generate.train "
-    "train.critic.warmup_holdout "
+    "train.critic.warmup_holdout train.actor.checkpoint_every train.critic.checkpoint_every train.sft.checkpoint_every "
     "generate.held_out generate.demonstrations generate.demonstration_noise run.seed model.architecture.vocab_size"
 ).split()
+PHASES_APART = ("critic", "export")  # that may have a layout of their own
 FRACTIONS = (
     "train.gae.gamma",
     "train.gae.lambda_actor",
@@ -74,11 +84,16 @@ FRACTIONS = (
     "rollout.max_untrusted_share",
     "eval.solved_at",
     "monitor.errors",
+    "plan.mean_length",
+    "plan.sampled_share",
+    "plan.utilisation",
+    "plan.decode_bandwidth",
+    "plan.prefill_utilisation",
+    "cluster.gpu_free_share",
     "rollout.selection.max_pass_rate",
     "rollout.selection.min_pass_rate",
     *(f"train.{role}.min_lr_ratio" for role in ("actor", "critic", "sft")),
 )
-BUILDABLE = ("qwen3_moe",)  # families that the trainer has a model for
 # Arguments of vLLM's server that rollout.engine's other options, the model or the phase decide; in extra_args they
 # would win, unseen.
 OWN_ENGINE_ARGUMENTS = frozenset(
@@ -105,6 +120,9 @@ def validate(config: Config) -> list[str]:
         for key, value in flat.items()
         if isinstance(value, float) and not math.isfinite(value)
     ]
+    problems += [
+        f"layout.{phase}.{wrong}" for phase in PHASES_APART for wrong in _not_of_a_phase(getattr(config.layout, phase))
+    ]
     if problems:
         return problems  # the arithmetic below needs sane numbers
     parts = (_layout, _cluster, _ranges, _rollout, _selection, _engine, _budgets, _training, _places, target_problems)
@@ -123,50 +141,52 @@ def check(config: Config, inputs: Iterable[str] = (), more: Iterable[str] = ()) 
 
 
 def _layout(config: Config) -> list[str]:
-    layout, model = config.layout, config.model.architecture
+    problems, layout, model = layout_problems(config), config.layout, config.model.architecture
+    if layout_rules.layout_problems(layout, model):
+        near = layout_rules.nearest_layouts(layout, model)
+        if changes := [layout_rules.changes(layout, each) for each in near if each != layout]:
+            problems[-1] += f" (nearest layouts for {layout.processes} processes: {'; or '.join(changes)})"
+    return problems
+
+
+def layout_problems(config: Config) -> list[str]:
+    """Why the layouts of the training phases can't work, one line for each reason."""
+    model, layout = config.model.architecture, config.layout
     problems = []
-    dense = layout.tensor * layout.pipeline * layout.context
-    moe = layout.expert_tensor * layout.expert * layout.pipeline
-    unit = math.lcm(dense, moe)
-    world = layout.processes
-    if world % unit:
-        near = sorted({max(unit, world // unit * unit), (world // unit + 1) * unit})
+    if model.num_attention_heads % model.num_key_value_heads:
         problems.append(
-            f"layout.processes={world} must be a multiple of {unit} (tensor x pipeline x context = {dense}, "
-            f"expert x expert_tensor x pipeline = {moe}); nearest: {', '.join(map(str, near))}"  # Megatron-LM#1517
-        )
-    divisions = [
-        ("model.architecture.num_experts", model.num_experts, "layout.expert", layout.expert),
-        ("model.architecture.num_attention_heads", model.num_attention_heads, "layout.tensor", layout.tensor),
-        ("model.architecture.num_hidden_layers", model.num_hidden_layers, "layout.pipeline x layout.virtual_pipeline",
-         layout.pipeline * layout.virtual_pipeline),
-        ("model.architecture.moe_intermediate_size", model.moe_intermediate_size, "layout.expert_tensor",
-         layout.expert_tensor),
-    ]  # fmt: skip
-    if model.full_attention_interval > 1:
-        divisions.append((
-            "model.architecture.linear_num_key_heads", model.linear_num_key_heads, "layout.tensor x layout.context",
-            layout.tensor * layout.context,
-        ))  # fmt: skip
-    problems += [
-        f"{owner}={value} is not a multiple of {divisor_name}={divisor}"
-        for owner, value, divisor_name, divisor in divisions
-        if value % divisor
-    ]
-    heads = model.num_key_value_heads
-    if heads % layout.tensor and layout.tensor % heads:
-        problems.append(
-            f"model.architecture.num_key_value_heads={heads} and layout.tensor={layout.tensor} don't divide each other"
-        )
-    if model.num_attention_heads % heads:
-        problems.append(
-            f"num_attention_heads={model.num_attention_heads} is not a multiple of num_key_value_heads={heads}"
+            f"num_attention_heads={model.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={model.num_key_value_heads}"
         )
     if model.num_experts_per_tok > model.num_experts:
         problems.append(f"num_experts_per_tok={model.num_experts_per_tok} exceeds num_experts={model.num_experts}")
-    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
-        problems.append("layout.virtual_pipeline > 1 needs layout.pipeline > 1")
+    if clashes := layout_rules.layout_problems(layout, model, backend=config.cluster.backend):
+        return problems + clashes
+    for phase in PHASES_APART:
+        if getattr(layout, phase):
+            problems += layout_rules.layout_problems(
+                layout.of(phase), model, backend=config.cluster.backend, where=f"layout.{phase}"
+            )
+    if config.loop.colocate_roles:
+        problems += [
+            f"layout.{phase} needs loop.colocate_roles=false: one process group has one layout"
+            for phase in PHASES_APART
+            if getattr(layout, phase)
+        ]
     return problems
+
+
+def _not_of_a_phase(own: dict[str, Any]) -> list[str]:
+    """What one phase can't have for itself, or not of this type."""
+    defaults = vars(LayoutConfig())
+    fixed = ("processes", "critic", "export", "engine_tensor")
+    problems = [f"{name} is the same in all phases" for name in own if name in fixed]
+    problems += [f"{name}: the layout has no such option" for name in own if name not in defaults]
+    return problems + [
+        f"{name}={value!r} should be a {type(defaults[name]).__name__}"
+        for name, value in own.items()
+        if name in defaults and name not in fixed and type(value) is not type(defaults[name])
+    ]
 
 
 def train_nodes(config: Config) -> int:
@@ -201,7 +221,7 @@ def _cluster(config: Config) -> list[str]:
 
 def _rollout(config: Config) -> list[str]:
     rollout, train, problems = config.rollout, config.train, []
-    multiple = config.layout.stream_multiple
+    multiple = max(config.layout.of(phase).stream_multiple for phase in ("actor", "critic"))
     if -(-rollout.max_context // multiple) * multiple > train.capacity:
         padded = f", padded to a multiple of {multiple} (layout.context, layout.tensor)," if multiple > 1 else ""
         problems.append(
@@ -221,6 +241,11 @@ def _rollout(config: Config) -> list[str]:
     if rollout.seeded and rollout.engine.chunked_prefill:
         problems.append(
             "rollout.seeded=true needs rollout.engine.chunked_prefill=false: per-request seeds fail with it"
+        )
+    if config.model.architecture.family in HYBRID and not rollout.engine.chunked_prefill:
+        problems.append(
+            "rollout.engine.chunked_prefill=false: vLLM caches the state of gated delta nets "
+            f"({config.model.architecture.family}) only with chunked prefill, so rollouts can't be seeded either"
         )
     if not 0 < rollout.top_p <= 1:
         problems.append(f"rollout.top_p={rollout.top_p} must lie in (0, 1]")
@@ -330,13 +355,7 @@ def _places(config: Config) -> list[str]:
 
 def unbuildable(config: Config) -> list[str]:
     """Why no training phase can start, although the options fit each other; empty when one can."""
-    family = config.model.architecture.family
-    if family in BUILDABLE:
-        return []
-    return [
-        f"model.architecture.family={family} can't be trained by this version, only {', '.join(BUILDABLE)} can; "
-        "`--cfg job` checks the options without this"
-    ]
+    return [f"model.architecture: {problem}" for problem in family_problems(config.model.architecture)]
 
 
 def _training(config: Config) -> list[str]:

@@ -13,7 +13,7 @@ Words in ${...} may hold all of this again. Cutting and replacing (`${A#x}`, `${
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_t1.environment.exec_limits import MAX_WORD_BYTES
 
@@ -23,7 +23,7 @@ MAX_DEPTH = 50  # of ${...} in ${...}
 _SPECIAL = "@*#?-$!"
 _PLAIN = re.compile(r"[^'\"$\\}]+")
 _NAME = re.compile(rf"\d+|[{re.escape(_SPECIAL)}]|[^\W\d]\w*")
-_HERE_DOCUMENT = re.compile(r"\d*<<-?[^<]+")
+_HERE_DOCUMENT = re.compile(r"\d*<<(-?)([^<]+)")
 
 
 def split_words(text: str) -> list[str]:
@@ -58,6 +58,17 @@ def literal(text: str) -> str:
 def has_here_document(text: str) -> bool:
     """Whether docker would take the lines that follow as the content of a file or a script."""
     return any(_HERE_DOCUMENT.fullmatch(word) for word in split_words(text))
+
+
+def here_documents_end(text: str, lines: Sequence[str], first: int) -> int:
+    """Number of the line after the here-documents of an instruction, whose first line is `lines[first]`."""
+    for found in filter(None, map(_HERE_DOCUMENT.fullmatch, split_words(text))):
+        delimiter = re.sub(r"['\"\\]", "", found[2])
+        while first < len(lines):
+            line, first = lines[first].rstrip("\r\n"), first + 1
+            if (line.lstrip("\t") if found[1] else line) == delimiter:
+                break
+    return first
 
 
 def expanded(text: str, lookup: Lookup) -> str:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_t1.environment.results import PYTEST
+from megatron_t1.environment.scripts import NO_RUN, RUNS_PYTEST, commands, texts, without_comments
 from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import T1Error
 
 VERIFIER_DIR = "/logs/verifier"
 # Settings that pytest looks for beside the tests and in the folders above, up to /, where an agent may put some.
 PYTEST_SETTINGS = ("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg")
-_RUNS_PYTEST = re.compile(r"(?:^|[\s;&|(/]|-m)(?:pytest|py\.test)(?=\s|$|;|\))")
-_NO_RUN = re.compile(r"\b(?:install|which|type|add)\b|command -v|--version|^\s*(?:echo|#)")
 
 
 def protected_tests(task: Task) -> Files:
@@ -59,30 +57,33 @@ def verifier_environment(task: Task, image_env: Mapping[str, str]) -> dict[str, 
     """Environment variables of the verifier: the image's and the task's own; nothing of the agent's session.
 
     pytest is asked for a report of its own beside the task's results, so that the checks of a task that says only 0
-    or 1 can be counted one by one; packages in the agent's home are not loaded.
+    or 1 can be counted one by one; packages in the agent's home are not loaded, and pip and uv are told nothing by the
+    agent's files about where packages are.
     """
-    env = {"PYTHONNOUSERSITE": "1", **image_env, **task.verifier_env}
+    own = {"PYTHONNOUSERSITE": "1", "PIP_CONFIG_FILE": "/dev/null", "UV_NO_CONFIG": "1"}
+    env = {**own, **image_env, **task.verifier_env}
     report = f"--junitxml={VERIFIER_DIR}/{PYTEST}"
     env["PYTEST_ADDOPTS"] = f"{env['PYTEST_ADDOPTS']} {report}" if env.get("PYTEST_ADDOPTS") else report
     return env
 
 
 def runs_pytest(task: Task) -> bool:
-    """Whether tests/test.sh, or a shell script beside it that it names, runs pytest, as far as its lines show."""
-    return any(_RUNS_PYTEST.search(line) and not _NO_RUN.search(line) for line in _lines(task))
+    """Whether tests/test.sh, or a shell script beside it that it names, runs pytest, as far as its commands show."""
+    found = commands(without_comments(_shell_text(task)))
+    return any(RUNS_PYTEST.search(command) and not NO_RUN.search(command) for command in found)
 
 
 def asks_for_junit(task: Task) -> bool:
     """Whether those scripts ask pytest for a JUnit report of their own, which takes the place of the one we ask for."""
-    return any("junit" in line.lower() for line in _lines(task))
+    return "junit" in _shell_text(task).lower()
 
 
-def _lines(task: Task) -> list[str]:
-    """Lines of tests/test.sh and of the scripts it leads to; one that goes on in the next is one."""
-    files = {name: content for name, (content, _) in task.test_files().items() if name.endswith(".sh")}
+def _shell_text(task: Task) -> str:
+    """tests/test.sh and the scripts that it leads to."""
+    scripts = {name: text for name, text in texts(task.test_files()).items() if name.endswith(".sh")}
     reached, waiting = {}, ["test.sh"]
     while waiting:
         name = waiting.pop()
-        reached[name] = text = files.get(name, b"").decode(errors="replace").replace("\\\n", " ")
-        waiting += {other for other in files if other not in reached and posixpath.basename(other) in text} - {*waiting}
-    return [line for text in reached.values() for line in text.splitlines()]
+        reached[name] = text = scripts.get(name, "")
+        waiting += {other for other in scripts.keys() - reached if posixpath.basename(other) in text} - {*waiting}
+    return "\n".join(reached.values())

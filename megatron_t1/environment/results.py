@@ -20,9 +20,9 @@ MAX_CHECKS = 10_000
 MAX_NAME = 1_000  # characters of a check's name
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")  # what float() takes is more: "0_1"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_COUNT = r"[0-9]+ (?:subtests )?(?:passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?|rerun)"
+_COUNT = r"[0-9]{1,9} (?:subtests )?(?:passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?|rerun)"
 _LAST_LINE = re.compile(rf"^(?:=+ )?({_COUNT}(?:, {_COUNT})*) in [0-9.]+s\b", re.MULTILINE)
-_PASSED = re.compile(r"([0-9]+) x?passed")
+_PASSED = re.compile(r"([0-9]{1,9}) x?passed")
 
 Statuses = dict[str, str]  # check name -> one of STATUSES
 

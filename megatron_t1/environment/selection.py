@@ -6,7 +6,6 @@ the same tasks, although the trials it was made from have grown, moved or gone.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_t1 import atomic
+from megatron_t1 import sealed
 from megatron_t1.config.schema import EnvConfig, SelectionConfig
 from megatron_t1.environment.baseline import with_baselines
 from megatron_t1.environment.loading import load_tasks
@@ -23,7 +22,7 @@ from megatron_t1.environment.task import Task
 from megatron_t1.environment.trials import Trial, read_trials
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 
-VERSION = 1
+VERSION = 2
 ONLY_SOURCE = "tasks"  # the name of env.tasks, where env.sources names none
 SHOWN = 5
 
@@ -171,7 +170,7 @@ def kept_choice(
         stored = choose(env, selection, loaded)
         _say(stored, loaded)
         if path.exists():  # of other options: nothing of the run was finished by them
-            atomic.write_json(path, stored.to_json())
+            sealed.write(path, stored.to_json())
         else:
             _write_first(path, stored)
             stored = _read(path)  # of the worker that was first
@@ -207,7 +206,7 @@ def _write_first(path: Path, choice: Choice) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     own = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
-        atomic.write_json(own, choice.to_json())
+        sealed.write(own, choice.to_json())
         try:
             os.link(own, path)
         except FileExistsError:
@@ -220,7 +219,7 @@ def _write_first(path: Path, choice: Choice) -> None:
 
 def _read(path: Path) -> Choice:
     try:
-        raw = json.loads(path.read_bytes())
+        raw = sealed.read(path)
         if raw["version"] != VERSION:
             raise ValueError(f"version {raw['version']!r}, known: {VERSION}")
         sources = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from megatron_t1.environment.protection import runs_pytest
 from megatron_t1.environment.results import (
     CTRF,
     FAILED,
@@ -27,8 +28,12 @@ _NAMED = {CTRF: rb"ctrf", PYTEST: rb"py\.?test", REWARD_JSON: rb"reward\.json", 
 
 
 def expected_files(task: Task) -> tuple[str, ...]:
-    """Result files that the task's tests or its verifier's environment name, from most to least detail."""
-    return tuple(name for name in RESULT_FILES if _mentions(task, _NAMED[name]))
+    """Result files that the task's tests or its verifier's environment name, from most to least detail.
+
+    pytest's report where the scripts run pytest: a check that starts it on the agent's own tests names it too.
+    """
+    named = tuple(name for name in RESULT_FILES if _mentions(task, _NAMED[name]))
+    return named if PYTEST not in named or runs_pytest(task) else tuple(name for name in named if name != PYTEST)
 
 
 def _mentions(task: Task, pattern: bytes) -> bool:

@@ -113,10 +113,12 @@ class EnvironmentSandbox:
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
         if self._shell is None:
             raise SandboxLost("the sandbox has no session to verify")
-        surroundings = exposed(task, verifier_environment(task, task.env))
-        doubt = describe_planted(surroundings.planted(await self.changes())) if surroundings else ""
         shell, self._shell = self._shell, None
         await shell.end()
+        # Looked at only now that nothing of the agent's can change it any more.
+        env = verifier_environment(task, task.env)
+        surroundings = await asyncio.to_thread(exposed, task, env, shell.start_directory)
+        doubt = describe_planted(surroundings.planted(await self.changes())) if surroundings else ""
         if doubt:
             return VerifierRun(None, "", False, doubt=doubt)
         with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +131,7 @@ class EnvironmentSandbox:
         words += (
             f"timeout -k 5 {limit} /bin/bash --noprofile --norc /tests/test.sh > {output} 2>&1 < /dev/null; echo $?"
         )
-        code = (await self._execute(words, limit + 5.0, env=verifier_environment(task, task.env))).strip()
+        code = (await self._execute(words, limit + 5.0, env=env)).strip()
         await shell.end()
         said = await self._execute(f"head -c {VERIFIER_OUTPUT_CHARACTERS} {output}; rm -f {output}", 60.0)
         exit_code = int(code) if code.isdigit() else None

@@ -7,6 +7,7 @@ the output back. Same behaviour as `environment.sandbox.shell` at what ends or w
 from __future__ import annotations
 
 import base64
+import re
 import secrets
 import shlex
 from collections.abc import Awaitable, Callable
@@ -98,7 +99,7 @@ class RemoteShell:
             output, omitted = output + more, omitted + omitted_more
         kind, _, rest = word.partition(" ")
         status, _, directory = rest.partition(" ")
-        exit_code = int(status) if status.isdigit() else None
+        exit_code = int(status) if re.fullmatch("[0-9]{1,3}", status) else None
         if directory.startswith("/"):
             self.cwd = directory
         if kind != "end":

@@ -81,12 +81,15 @@ def submit_link(config: Config, kind: str, *, after: int | None) -> int:
 def waiting_links(run_dir: str | Path) -> list[int]:
     """Links that were handed in and haven't begun, the last one first."""
     jobs = {line["job"] for line in slurm_jobs.noted(run_dir) if line.get("event") == "submitted"}
-    found = [slurm_jobs.find(job) for job in sorted(jobs, reverse=True)]
+    found = [slurm_jobs.find_noted(run_dir, job) for job in sorted(jobs, reverse=True)]
     return [job.id for job in found if job is not None and job.state in slurm_jobs.WAITING]
 
 
 def run_link(runner: Runner, kind: str, say: Callable[[str], None]) -> None:
     """One job of the chain, in the run that `runner` holds.
+
+    A chain whose working job was cancelled ends. While that job is stopping nobody can tell why it is, so it is its
+    successor that finds out and does nothing.
 
     Raises:
         T1Error: a step failed (the successor tries again), or too many links in a row finished none.
@@ -95,6 +98,10 @@ def run_link(runner: Runner, kind: str, say: Callable[[str], None]) -> None:
     config, job = runner.config, slurm_jobs.own_job()
     if job is None:
         raise T1Error("a link of a chain runs in a Slurm job", remedy="`t1 slurm submit --chain ...` hands it in")
+    cancelled = _cancelled_before(config, job)
+    if cancelled is not None:
+        say(f"job {cancelled}, which this one follows, was cancelled: the chain ends; the run can be submitted again")
+        return
     finished = len(runner.manifest.keys)
     slurm_jobs.note(config.run.dir, job, event="began", kind=kind, finished=finished)
     wanted = next_kind(config, runner.manifest.keys)
@@ -111,24 +118,42 @@ def run_link(runner: Runner, kind: str, say: Callable[[str], None]) -> None:
     say(f"job {successor} ({other}) follows when this one ends")
     try:
         runner.run(kind)
-    except Stopped:
-        shown = slurm_jobs.find(job)
-        if shown is None or shown.state not in slurm_jobs.WORKING:  # cancelled by its owner, who wants it to end
-            slurm_jobs.cancel(successor)
-            say(f"this job was cancelled, so job {successor} was as well; the run can be submitted again")
+    except (Stopped, T1Error) as error:
+        if not runner.lock.lost:  # otherwise this job is over for Slurm, and its successor is at work
+            successor = _verified(config, successor, other, job, say)
+            if isinstance(error, Stopped):
+                say(f"job {successor} goes on, unless this job was cancelled")  # which only its successor can know
         raise
     if next_kind(config, runner.manifest.keys) is None:
         slurm_jobs.cancel(successor)
         say(f"the training is done; job {successor} was taken back")
-    elif slurm_jobs.find(successor) is None:  # lost with a controller that died just after it was handed in
-        say(f"Slurm has lost job {successor}: job {submit_link(config, other, after=job)} follows in its place")
+    else:
+        _verified(config, successor, other, job, say)
+
+
+def _verified(config: Config, successor: int, kind: str, job: int, say: Callable[[str], None]) -> int:
+    """The successor, or another one where a controller that died just after it was handed in has lost it."""
+    if slurm_jobs.find_noted(config.run.dir, successor) is not None:
+        return successor
+    again = submit_link(config, kind, after=job)
+    say(f"Slurm has lost job {successor}: job {again} follows in its place")
+    return again
+
+
+def _cancelled_before(config: Config, job: int) -> int | None:
+    """The link that this job follows, if somebody cancelled it; None too where Slurm has forgotten it."""
+    for line in slurm_jobs.noted(config.run.dir):
+        if line.get("event") == "submitted" and line["job"] == job and line.get("after") is not None:
+            shown = slurm_jobs.find_noted(config.run.dir, line["after"])
+            return shown.id if shown is not None and shown.cancelled else None
+    return None
 
 
 def _successor(config: Config, kind: str, job: int) -> int:
     """The link that waits for this one: handed in before this job was queued again, or handed in now."""
     for line in reversed(slurm_jobs.noted(config.run.dir)):
         if line.get("event") == "submitted" and line.get("after") == job and line.get("kind") == kind:
-            shown = slurm_jobs.find(line["job"])
+            shown = slurm_jobs.find_noted(config.run.dir, line["job"])
             if shown is not None and shown.state in slurm_jobs.WAITING:
                 return shown.id
     return submit_link(config, kind, after=job)
@@ -155,7 +180,7 @@ def cancel_chain(run_dir: str | Path) -> list[int]:
     jobs: Sequence[int] = sorted({line["job"] for line in slurm_jobs.noted(run_dir)}, reverse=True)
     ended = []
     for number in jobs:
-        shown = slurm_jobs.find(number)
+        shown = slurm_jobs.find_noted(run_dir, number)
         if shown is not None and shown.alive:
             slurm_jobs.cancel(number)
             ended.append(number)

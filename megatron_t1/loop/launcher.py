@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import stat
@@ -21,18 +20,17 @@ from typing import Protocol
 
 from megatron_t1.config.schema import Config, ResourcesConfig
 from megatron_t1.errors import T1Error
+from megatron_t1.loop.failure import OWN_ERROR, first_failure, last_lines, read_end
+from megatron_t1.loop.ground import FREE_SHARE, GRACE, LAUNCH_MARK, RUN_MARK
 from megatron_t1.processes import marked, send
 
-LAUNCH_MARK = "T1_LAUNCH"  # environment variable that every process of one launch inherits
 MAIN_LOG = "main.log"
+AGAIN = 75  # exit status of a phase that says itself that another launch may go well (EX_TEMPFAIL)
 KINDS = ("rollout", "train")  # of phases: each has resources and an environment of its own (cluster.*)
-TAIL_LINES = 15
 LITTLE_SPACE = 2**20  # bytes; with less a phase can't write its own error
 QUIET = (
     "ignore::FutureWarning,ignore::DeprecationWarning"  # of libraries, about each other; PYTHONWARNINGS overrides it
 )
-OWN_ERROR = re.compile(r"^error(?: on rank \d+)?: ", re.MULTILINE)
-ERROR_START = re.compile(r"^(?:error(?: on rank \d+)?:|Traceback)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class BaseLauncher:
             raise Stopped(requested)
         log_dir.mkdir(parents=True, exist_ok=True)
         log, followed = log_dir / MAIN_LOG, self.main_log(log_dir)
-        token = uuid.uuid4().hex
+        token = command.environment.get(LAUNCH_MARK) or uuid.uuid4().hex
         resources = self.resources(command)
         environment = {
             "PYTHONWARNINGS": QUIET,
@@ -131,6 +129,10 @@ class BaseLauncher:
             **resources.env,
             **command.environment,
             LAUNCH_MARK: token,
+            RUN_MARK: str(Path(self.config.run.dir).resolve()),
+            GRACE: str(self.config.cluster.stop_grace_s),
+            FREE_SHARE: str(self.config.cluster.gpu_free_share),
+            "SPT_NOENV": "1",  # a process that changes its title keeps its environment, and so the marks, readable
         }
 
         failed = False
@@ -164,8 +166,11 @@ class BaseLauncher:
         requested = self.stop_requested()
         if requested and (reason == "stopped" or code == 128 + signal.SIGTERM):
             raise Stopped(requested)
-        rank, path = (None, log) if code == 0 else self.first_failure(log_dir)
-        return Exit(code, path, rank, last_lines(path) if code else "", time.monotonic() - started, reason)
+        seconds = time.monotonic() - started
+        if code == 0:
+            return Exit(code, log, None, "", seconds, reason)
+        failure = first_failure(log, self.rank_logs(log_dir))
+        return Exit(code, failure.log, failure.rank, last_lines(failure.log), seconds, reason or failure.reason)
 
     def _follow(self, process: subprocess.Popen, follower: LogFollower, started: float) -> str:
         limit = self.config.cluster.phase_timeout_s
@@ -181,25 +186,14 @@ class BaseLauncher:
             follower.advance(final=True)
         return ""
 
-    def first_failure(self, log_dir: Path) -> tuple[int | None, Path]:
-        """Rank and log of the process that failed first: torchrun names it; otherwise the log that says why."""
-        logs = self.rank_logs(log_dir)
-        main = log_dir / MAIN_LOG
-        text = read_end(main, 200_000)
-        named = re.search(r"Root Cause.*?rank\s*:\s*(\d+)", text, re.DOTALL)
-        if not named:
-            named = re.search(r"error: [^\n]*?: tasks? (\d+)[-,\d]*: \w+", text)
-        candidates = [int(named[1])] if named else sorted(logs)
-        for rank in candidates:
-            for path in logs.get(rank, ()):
-                if ERROR_START.search(read_end(path)) or (named and path.stat().st_size):
-                    return rank, path
-        return (int(named[1]) if named else None), main
-
     def script(self, command: PhaseCommand, log_dir: Path, extra: Sequence[str] = ()) -> Path:
-        """A bash script with the user's own set-up lines, which then becomes the command given as its arguments."""
+        """A bash script with the user's own set-up lines, which then becomes the command given as its arguments.
+
+        It first looks at what earlier launches left on its node (`loop.ground`), with the phase's own interpreter.
+        """
         path = log_dir / "launch.sh"
-        lines = ["#!/bin/bash", "set -e", *self.resources(command).setup, *extra, 'exec "$@"']
+        look = '"$1" -m megatron_t1.loop.ground'
+        lines = ["#!/bin/bash", "set -e", *self.resources(command).setup, *extra, look, 'exec "$@"']
         path.write_text("\n".join(lines) + "\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
@@ -238,6 +232,18 @@ def make_launcher(config: Config, stop_requested: Callable[[], int] = lambda: 0)
     return LocalLauncher(config, stop_requested)
 
 
+def may_pass(result: Exit) -> bool:
+    """Whether another launch of a failed phase may go well: something killed it, or its engine was lost.
+
+    Not where the phase itself said what is wrong, nor where it took too long or was told to stop.
+    """
+    if result.code == 0:
+        return False
+    if result.code == AGAIN or f"exit code {AGAIN}" in read_end(result.log.parent / MAIN_LOG):
+        return True
+    return not OWN_ERROR.search(result.tail) and not result.reason.startswith(("exceeded", "stopped"))
+
+
 def require_success(result: Exit, command: PhaseCommand) -> None:
     """One readable error for a failed phase: what it said last, and where the rest is."""
     if result.code == 0 and not result.reason:
@@ -261,25 +267,6 @@ def require_success(result: Exit, command: PhaseCommand) -> None:
         remedy=f"{'free some space' if full else 'mend what it names'} and start the same command again: "
         "finished steps are kept",
     )
-
-
-def last_lines(path: Path, count: int = TAIL_LINES) -> str:
-    """The end of a log. Where the phase printed an `error: ` of this package, only that."""
-    text = read_end(path).rstrip()
-    own = [match.start() for match in OWN_ERROR.finditer(text)]
-    if own:
-        return "\n".join(text[own[0] :].splitlines()[: 2 * count])
-    return "\n".join(text.splitlines()[-count:])
-
-
-def read_end(path: Path, size: int = 20_000) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _with_package_path(environment: dict[str, str]) -> dict[str, str]:

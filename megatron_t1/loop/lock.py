@@ -1,8 +1,9 @@
 """One loop for each run directory: a lock file with its owner and a heartbeat; a dead owner's lock is taken over.
 
 Works on a shared file system without lock daemons: creation is exclusive, staleness is judged by the owner's process
-where it is visible; elsewhere by its Slurm job, or else by the file's own modification time (the file system's clock,
-not this machine's).
+where it is visible; elsewhere by its Slurm job, or else by its heartbeat, the file's modification time. A clock may
+have jumped since the last one, so a heartbeat that looks old, or comes from the future, is watched for some beats
+before its lock is taken away. An owner that was thought dead (a machine that slept) notices, and stops.
 """
 
 from __future__ import annotations
@@ -10,29 +11,39 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
-import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_t1.errors import T1Error
+from megatron_t1.loop import slurm_jobs
 from megatron_t1.processes import start_ticks
 
 LOCK_FILE = "loop.lock"
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 120.0  # without a heartbeat, of an owner whose process can't be seen from here
+WATCHED_BEATS = 3  # without a change, before such a lock is taken away
 
 
 class RunLock:
-    """Context manager; raises T1Error naming the owner when another loop holds the run directory."""
+    """Context manager; raises T1Error naming the owner when another loop holds the run directory.
+
+    Attributes:
+        lost: SIGTERM once another loop has taken the lock away, 0 before.
+        former: the owner from whom this loop took it, where that isn't known to be gone.
+    """
 
     def __init__(self, run_dir: str | Path, *, heartbeat_s: float = HEARTBEAT_S, stale_after_s: float = STALE_AFTER_S):
         self.path = Path(run_dir) / LOCK_FILE
         self.heartbeat_s, self.stale_after_s = heartbeat_s, stale_after_s
         self.token = uuid.uuid4().hex
+        self.lost = 0
+        self.former: dict[str, Any] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -47,12 +58,38 @@ class RunLock:
             self._take_away_if_stale()
         raise T1Error("several loops are taking over the same run directory", where=str(self.path), remedy="try again")
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         if self._read().get("token") == self.token:
             self.path.unlink(missing_ok=True)
+        elif self.lost and (kind is None or not issubclass(kind, T1Error)):
+            self.require_held()
+
+    def require_held(self) -> None:
+        """To be called before what only the run's one loop may write.
+
+        Raises:
+            T1Error: another loop has taken the lock away.
+        """
+        if self.lost or not self._holds():
+            self.lost = signal.SIGTERM
+            owner = self._read()
+            raise T1Error(
+                "another loop has taken over this run"
+                + (f": process {owner['pid']} on {owner['host']}" if owner else "")
+                + "; this one has stopped",
+                where=str(self.path),
+                remedy="let it go on; it thought this one dead, which may have slept for a while",
+            )
+
+    def _holds(self) -> bool:
+        """Whether the lock is still this one's; one that somebody deleted is taken again, unless another was faster."""
+        owner = self._read()
+        if not owner and not self.path.exists():
+            return self._create()
+        return owner.get("token", self.token) == self.token
 
     def _create(self) -> bool:
         temporary = self.path.with_name(f"{LOCK_FILE}.{self.token}")
@@ -100,20 +137,48 @@ class RunLock:
             return
         if _read_owner(aside).get("token") != owner.get("token"):  # a faster loop has replaced it: give it back
             os.link(aside, self.path)
+        elif owner_alive(owner) is not False:
+            self.former = owner
         aside.unlink()
+
+    def wait_for_former(self, grace_s: float, stop_requested: Callable[[], int] = lambda: 0) -> None:
+        """After a lock was taken away from a loop that may be alive: until that is gone, or has had the time to be.
+
+        A loop whose node Slurm has lost may go on there; it notices by its next heartbeat, and ends its phase.
+
+        Args:
+            grace_s: how long a loop needs to end its phase.
+        """
+        deadline = time.monotonic() + self.heartbeat_s + grace_s
+        while self.former and owner_alive(self.former) is not False and time.monotonic() < deadline:
+            if stop_requested():
+                return
+            time.sleep(0.2)
 
     def _is_stale(self, path: Path) -> bool:
         """Whether the process that wrote this file is gone, as far as can be known."""
         owner = _read_owner(path)
         alive = owner_alive(owner)
-        if alive is None:
-            return slurm_job_ended(owner) or self._age(path) >= self.stale_after_s
-        return not alive
+        if alive is False or slurm_job_ended(owner):  # also where it can be seen: a lost slurmd leaves its processes
+            return True
+        return alive is None and self._is_silent(path)
+
+    def _is_silent(self, path: Path) -> bool:
+        """Whether no heartbeat comes; one of a likely age isn't waited for."""
+        if -self.heartbeat_s <= self._age(path) < self.stale_after_s:
+            return False
+        before, deadline = _last_beat(path), time.monotonic() + WATCHED_BEATS * self.heartbeat_s
+        while time.monotonic() < deadline:
+            time.sleep(self.heartbeat_s / 10)
+            if _last_beat(path) != before:
+                return False
+        return True
 
     def _sweep(self) -> None:
         """Remove what loops left beside the lock that were killed while they took it."""
         for path in self.path.parent.glob(f"{LOCK_FILE}.*"):
-            if self._is_stale(path):
+            alive = owner_alive(_read_owner(path))
+            if alive is False or (alive is None and self._age(path) >= self.stale_after_s):
                 path.unlink(missing_ok=True)
 
     def _age(self, path: Path) -> float:
@@ -129,16 +194,27 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(self.heartbeat_s):
-            try:
+            with contextlib.suppress(OSError, T1Error):  # a file system that is away for a while
+                if not self._holds():
+                    self.lost = signal.SIGTERM
+                    return
                 os.utime(self.path)
-            except OSError:
-                time.sleep(1.0)
 
 
 def lock_owner(run_dir: str | Path) -> dict[str, Any]:
     """Who holds a run directory: `this_process()` of its loop, as far as it isn't known to be over; else {}."""
     owner = _read_owner(Path(run_dir) / LOCK_FILE)
     return {} if owner_alive(owner) is False or slurm_job_ended(owner) else owner
+
+
+def _last_beat(path: Path) -> tuple[int, int] | None:
+    """What the next heartbeat changes. The file is opened, so that a network file system doesn't answer from memory."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            return status.st_ino, status.st_mtime_ns
+    except OSError:
+        return None
 
 
 def _read_owner(path: Path) -> dict[str, Any]:
@@ -187,12 +263,10 @@ def slurm_job_ended(owner: dict[str, Any]) -> bool:
     if job == here["slurm_job"]:
         return owner.get("slurm_restart", 0) < here["slurm_restart"]
     try:
-        shown = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        shown = slurm_jobs.find(int(job))
+    except T1Error:
         return False
-    if shown.returncode:
-        return "Invalid job id" in shown.stderr  # forgotten, some minutes after its end
-    return not shown.stdout.strip()
+    return shown is None or not shown.alive  # None: forgotten, some minutes after its end
 
 
 def _boot() -> str:

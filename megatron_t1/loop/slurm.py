@@ -6,21 +6,31 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_t1.config.schema import Config
+from megatron_t1.config.schema import Config, ResourcesConfig
 from megatron_t1.config.validate import train_nodes
 from megatron_t1.errors import T1Error
-from megatron_t1.loop.launcher import KINDS, BaseLauncher, PhaseCommand
+from megatron_t1.loop import slurm_jobs
+from megatron_t1.loop.failure import read_end
+from megatron_t1.loop.launcher import KINDS, BaseLauncher, Exit, PhaseCommand
+from megatron_t1.loop.node_reports import node_problems
 from megatron_t1.loop.worker import WORKER, WORKERS
 
 PORTS = range(20000, 32000)  # below the range from which Linux takes ports for outgoing connections
+PORT_TRIES = 5
+PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|port \d+ can't be used", re.IGNORECASE)
 # Each task finds its place in the group from what Slurm tells it.
 RANK_LINES = ("export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",)
 WORKER_LINES = (f"export {WORKER}=$SLURM_PROCID {WORKERS}=$SLURM_NTASKS",)
+# Workers that share a node take their engines' GPUs from what Slurm gave the step there; srun doesn't narrow it.
+GPU_LINES = (
+    "IFS=, read -ra gpus <<< ${{CUDA_VISIBLE_DEVICES:-}}",
+    'mine=$(IFS=,; echo "${{gpus[*]:$((SLURM_LOCALID * {each})):{each}}}")',
+    "if [[ -n $mine ]]; then export CUDA_VISIBLE_DEVICES=$mine; fi",
+)
 
 
 @dataclass(frozen=True)
@@ -119,30 +129,41 @@ class SlurmLauncher(BaseLauncher):
         tasks = command.processes if command.distributed else wanted.nodes * wanted.tasks_per_node
         nodes = min(wanted.nodes, tasks)
         per_node = -(-tasks // nodes)
-        # From the allocation's first node on, ranks in the order of nodes: there rank 0 listens.
+        # From the allocation's first node on, ranks in the order of nodes: there rank 0 listens. Phases run one at a
+        # time; a controller that was away when a step ended takes that one's resources for busy: hence --overlap.
         line = [
             "srun", f"--nodes={nodes}", "--relative=0", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}",
             "--distribution=block", f"--cpus-per-task={cpus_per_task(allocation.cpus_per_node, per_node)}",
-            "--kill-on-bad-exit=1", "--export=ALL", "--unbuffered", f"--job-name={command.name}",
+            "--kill-on-bad-exit=1", "--export=ALL", "--unbuffered", f"--job-name={command.name}", "--overlap",
             f"--output={log_dir}/rank_%t.log",
         ]  # fmt: skip
         if resources.het_group >= 0:
             line.append(f"--het-group={resources.het_group}")
         if resources.gpus_per_node:
             line.append(f"--gpus-per-node={resources.gpus_per_node}")
-        if resources.container:
-            line.append(f"--container-image={resources.container}")
-        line += resources.srun_args
-        extra = [*RANK_LINES, *self._rendezvous(allocation)] if command.distributed else WORKER_LINES
+        line += [*_container(resources), *resources.srun_args]
+        extra = [*RANK_LINES, *self._rendezvous(allocation)] if command.distributed else list(WORKER_LINES)
+        if not command.distributed and per_node > 1 and wanted.gpus_per_node:
+            extra += gpu_lines(wanted.gpus_per_node // per_node)
         script = self.script(command, log_dir, extra)
-        return [*line, "bash", str(script), self.python(command), "-m", command.module, *command.arguments]
+        inside = apptainer(resources) if resources.container_runtime == "apptainer" else []
+        return [*line, *inside, "bash", str(script), self.python(command), "-m", command.module, *command.arguments]
+
+    def launch(self, command: PhaseCommand, log_dir: Path, *, echo: Callable[[str], None] | None = None) -> Exit:
+        """As `BaseLauncher.launch`; ranks whose meeting port was taken by somebody else meet at the next one."""
+        for _ in range(PORT_TRIES):
+            result = super().launch(command, log_dir, echo=echo)
+            taken = PORT_TAKEN.search(read_end(self.main_log(log_dir)))
+            if result.code == 0 or not command.distributed or not taken:
+                break
+        return result
 
     def _rendezvous(self, allocation: Allocation) -> list[str]:
         node = first_node(allocation.node_list)
         # Each launch takes another port: the last one's may still be in TIME_WAIT.
         port = meeting_port(allocation.job_id, self._launches, probe=os.environ.get("SLURMD_NODENAME") == node)
         self._launches += 1
-        return [f"export MASTER_ADDR={node_address(node)} MASTER_PORT={port}"]
+        return [f"export MASTER_ADDR={slurm_jobs.node_address(node)} MASTER_PORT={port}"]
 
     def python(self, command: PhaseCommand) -> str:
         """An interpreter of this machine means nothing inside a container."""
@@ -159,15 +180,41 @@ class SlurmLauncher(BaseLauncher):
         missing = [name for name in ("srun", "scontrol") if shutil.which(name) is None]
         if missing:
             return [f"cluster.launcher=slurm needs {' and '.join(missing)} on PATH"]
-        problems = []
+        problems: list[str] = []
+        looked_at: dict[str, Need] = {}
         for kind in kinds:
             resources = self.config.cluster.resources(kind)
             allocation = Allocation.current(resources.het_group)
-            problems += compare(need(self.config, kind, allocation), allocation)
+            wanted = need(self.config, kind, allocation)
+            problems += compare(wanted, allocation)
             if resources.python and not resources.container and not resources.setup:
                 if shutil.which(resources.python) is None:
                     problems.append(f"cluster.{kind}.python={resources.python}: no such interpreter on this node")
-        return problems
+            looked_at[kind] = wanted
+        if problems or not self.config.cluster.slurm.preflight:
+            return problems
+        return [
+            problem
+            for kind, wanted in looked_at.items()
+            for problem in node_problems(self, kind, wanted.nodes, wanted.gpus_per_node)
+        ]
+
+
+def _container(resources: ResourcesConfig) -> list[str]:
+    """srun's own options for a container: those of the pyxis plugin."""
+    if not resources.container or resources.container_runtime != "pyxis":
+        return []
+    return [f"--container-image={resources.container}", *resources.container_args]
+
+
+def apptainer(resources: ResourcesConfig) -> list[str]:
+    """What runs the phase's script in its image, where it finds the launcher's environment; directories by `--bind`."""
+    return ["apptainer", "exec", *resources.container_args, resources.container] if resources.container else []
+
+
+def gpu_lines(each: int) -> list[str]:
+    """Shell lines that leave a worker the `each` GPUs of its place on the node."""
+    return [line.format(each=each) for line in GPU_LINES]
 
 
 def cpus_per_task(cpus_per_node: int, tasks_per_node: int) -> int:
@@ -207,19 +254,6 @@ def first_node(node_list: str) -> str:
     if not match:
         raise T1Error(f"can't read the node list {node_list!r}", where="SLURM_JOB_NODELIST")
     return match[1] + (match[2] or "") + (match[3] or "")
-
-
-def node_address(node: str) -> str:
-    """Address of a node as Slurm knows it; node names need not resolve."""
-    shown = subprocess.run(["scontrol", "show", "node", node, "-o"], capture_output=True, text=True)
-    match = re.search(r"\bNodeAddr=([A-Za-z0-9_.:-]+)", shown.stdout)
-    if shown.returncode or not match:
-        raise T1Error(
-            f"Slurm doesn't tell the address of node {node}: {shown.stderr.strip() or shown.stdout.strip()[:200]}",
-            where="scontrol show node",
-            remedy="check that the controller answers (`scontrol ping`)",
-        )
-    return match[1]
 
 
 def _counts(text: str) -> list[int]:

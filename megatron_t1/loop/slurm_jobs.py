@@ -17,6 +17,7 @@ from megatron_t1.errors import T1Error
 
 JOBS_FILE = "slurm/jobs.jsonl"  # of a run: the jobs that were handed in for it, and that started
 WAITING, WORKING = ("PENDING",), ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
+SAME_S = 5.0  # between Slurm's time of a submission and the run's own note of it
 PATIENCE_S = 60.0  # for a controller that doesn't answer: it may be starting again
 
 
@@ -54,6 +55,11 @@ class Job:
     def alive(self) -> bool:
         return self.state in (*WAITING, *WORKING)
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody ended it; not known while it is COMPLETING, however it came to that."""
+        return self.state.startswith("CANCELLED")
+
     def when(self, field: str) -> float | None:
         """StartTime, EndTime or SubmitTime as seconds since the epoch; None where it isn't known."""
         try:
@@ -74,11 +80,18 @@ def find(job: int) -> Job | None:
     Raises:
         T1Error: the controller doesn't answer for a minute, or there is no Slurm.
     """
-    said = _ask(["scontrol", "show", "job", str(job), "-o"], unknown="Invalid job id")
-    if said is None:
-        return None
-    line = said.strip().splitlines()[0]
-    return Job(job, dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|$)", line)))
+    return next((each for each in components(job) if each.id == job), None)
+
+
+def components(job: int) -> list[Job]:
+    """What Slurm shows for a number: one job; all components of a heterogeneous one, all tasks of an array."""
+    said = ask(["scontrol", "show", "job", str(job), "-o"], unknown="Invalid job id") or ""
+    jobs = []
+    for line in said.strip().splitlines():
+        fields = dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|$)", line))
+        if fields.get("JobId", "").isdigit():
+            jobs.append(Job(int(fields["JobId"]), fields))
+    return jobs
 
 
 def submit(options: Sequence[str], script: Path, arguments: Sequence[str], *, directory: Path | None = None) -> int:
@@ -93,7 +106,7 @@ def submit(options: Sequence[str], script: Path, arguments: Sequence[str], *, di
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
     kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
-    said = _ask(command, environment={**clean, **kept}, directory=directory)
+    said = ask(command, environment={**clean, **kept}, directory=directory)
     number = (said or "").strip().splitlines()[-1].partition(";")[0]
     if not number.isdigit():
         raise T1Error(f"sbatch names no job: {said!r}", where=" ".join(command[:8]))
@@ -102,14 +115,29 @@ def submit(options: Sequence[str], script: Path, arguments: Sequence[str], *, di
     return int(number)
 
 
+def node_address(node: str) -> str:
+    """Address of a node as Slurm knows it; node names need not resolve (verl#491).
+
+    Raises:
+        T1Error: Slurm doesn't tell.
+    """
+    said = ask(["scontrol", "show", "node", node, "-o"]) or ""
+    match = re.search(r"\bNodeAddr=([A-Za-z0-9_.:-]+)", said)
+    if not match:
+        raise T1Error(
+            f"Slurm doesn't tell the address of node {node}: {said.strip()[:200]}", where="scontrol show node"
+        )
+    return match[1]
+
+
 def requeue(job: int) -> None:
     """Put a running job back into the queue; Slurm ends its processes."""
-    _ask(["scontrol", "requeue", str(job)])
+    ask(["scontrol", "requeue", str(job)])
 
 
 def cancel(job: int) -> None:
     """End a job, or take it out of the queue; nothing happens to one that is over."""
-    _ask(["scancel", str(job)], unknown="Invalid job id")
+    ask(["scancel", str(job)], unknown="Invalid job id")
 
 
 def note(run_dir: str | Path, job: int, **facts: Any) -> None:
@@ -134,14 +162,31 @@ def noted(run_dir: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _ask(
+def find_noted(run_dir: str | Path, job: int) -> Job | None:
+    """A job of the run's list; None when Slurm doesn't know it, or has given its number to another one.
+
+    A controller that lost a job in a crash counts on from the last number it had saved.
+    """
+    shown = find(job)
+    if shown is None or shown.restarts:  # which gives a job another time of submission
+        return shown
+    submitted = shown.when("SubmitTime")
+    last = max((line["time"] for line in noted(run_dir) if line["job"] == job and "time" in line), default=0.0)
+    return shown if submitted is None or submitted <= last + SAME_S else None
+
+
+def ask(
     command: Sequence[str],
     *,
     unknown: str = "",
     environment: dict[str, str] | None = None,
     directory: Path | None = None,
 ) -> str | None:
-    """Standard output of a Slurm command; None where it says `unknown`. Waits for a controller that is away."""
+    """Standard output of a Slurm command; None where it says `unknown`. Waits for a controller that is away.
+
+    Raises:
+        T1Error: Slurm says something else, there is none, or its controller doesn't answer for a minute.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

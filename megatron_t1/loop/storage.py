@@ -1,91 +1,99 @@
-"""Room on the disk before a phase, and what may be deleted after one."""
+"""What of a run may be deleted: by policy after a step, and at a start what killed processes left half-written.
+
+What is deleted by policy is recorded in the manifest before it goes, so that a kill in between leaves nothing that is
+missing without a reason. Whatever a step still to come, a step that can be repeated, or the audit of a rollout that
+stays has to read is never deleted.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from megatron_t1.atomic import TEMPORARY_SUFFIX
 from megatron_t1.config.schema import Config
-from megatron_t1.errors import T1Error
-from megatron_t1.loop.steps import Key, Step, predecessors
+from megatron_t1.loop.steps import Key, predecessors
 from megatron_t1.manifest import Manifest
-from megatron_t1.paths import RunPaths, number_of, numbered
+from megatron_t1.paths import Counters, RunPaths, number_of, numbered
 
-FLOOR_BYTES = 256 * 2**20  # logs and what can't be foreseen
-GROWTH = 1.2  # a phase may write this much more than its last execution did
 DELETING = ".deleting"
-
-
-def require_space(config: Config, manifest: Manifest, step: Step) -> None:
-    """Raise T1Error when the run's file system has less room than the step is expected to need."""
-    expected = FLOOR_BYTES + int(GROWTH * sum(_last_bytes(manifest, phase) for phase in step.phases))
-    free = shutil.disk_usage(config.run.dir).free
-    if free < expected:
-        raise T1Error(
-            f"the disk is too full for {step}: {free / 2**30:.2f} GiB free, about {expected / 2**30:.2f} GiB needed",
-            where=config.run.dir,
-            remedy="free space, lower train.keep_checkpoints, or move the run; finished steps are kept",
-        )
-
-
-def _last_bytes(manifest: Manifest, phase: str) -> int:
-    return next((step.output_bytes for step in reversed(manifest.finished) if step.phase == phase), 0)
+_HALF_WRITTEN = re.compile(rf"\.[0-9]+{re.escape(TEMPORARY_SUFFIX)}\Z")  # of `atomic.replacing`: NAME.PID.partial
+DEPTH = 4  # of directories in a run that files are written to: RUN/phases/iter_N/PHASE
 
 
 def retire(config: Config, manifest: Manifest) -> list[Path]:
-    """Delete checkpoints and exports that no later step reads; returns what was deleted.
+    """Delete what the options let go; returns what was deleted.
 
-    Of each role the newest `train.keep_checkpoints` stay, those of the newest evaluated policy, and what a finished
-    step read that can still be repeated by hand. Exports that were evaluated stay as well.
+    Of each role the newest `train.keep_checkpoints` checkpoints stay, those of the newest evaluated policy, and what a
+    finished step read that can still be repeated by hand. Exports: the newest `loop.keep_exports`, those of the newest
+    `loop.keep_evaluated` evaluated policies, and where rollouts are deleted, those that sampled what stays. Rollouts,
+    with their values: the newest `loop.keep_rollouts`.
     """
     paths = RunPaths.of(config.run.dir)
-    warmup = config.loop.warmup_iterations
-    evaluated = {
-        max(0, iteration - warmup) for iteration, phase in manifest.keys if phase == "evaluation" and iteration > warmup
-    }
-    newest_evaluated = {max(evaluated)} if evaluated else set()
+    leave = _to_leave(config, manifest, paths)
+    if leave:
+        names = {str(directory.relative_to(paths.root)) for directory in leave}
+        if not names <= set(manifest.retired):
+            manifest.retired = sorted({*manifest.retired, *names})
+            manifest.write(paths.manifest)
+        for directory in leave:
+            _remove(directory)
+    return leave
+
+
+def _to_leave(config: Config, manifest: Manifest, paths: RunPaths) -> list[Path]:
+    warmup, loop, checkpoints = config.loop.warmup_iterations, config.loop, config.train.keep_checkpoints
+    evaluated = sorted({i - warmup for i, phase in manifest.keys if phase == "evaluation" and i > warmup})
+    newest_evaluated, kept_evaluated = set(evaluated[-1:]), set(evaluated[-loop.keep_evaluated :])
     newest = {
-        "actor": max((i - warmup + 1 for i, phase in manifest.keys if phase == "actor"), default=0),
-        "critic": max((i + 1 for i, phase in manifest.keys if phase == "critic"), default=0),
-        "hf": max((i - warmup + 1 for i, phase in manifest.keys if phase == "export"), default=0),
+        phase: max((iteration for iteration, name in manifest.keys if name == phase), default=-1)
+        for phase in ("rollout", "critic", "actor", "export")
     }
-    read_again = _read_by_repeatable(config, manifest)
-    kept = {
-        "actor": newest_evaluated | {i - warmup + 1 for i, phase in read_again if phase == "actor"},
-        "critic": {policy + warmup for policy in newest_evaluated} | {i + 1 for i, ph in read_again if ph == "critic"},
-        "hf": evaluated | {i - warmup + 1 for i, phase in read_again if phase == "export"},
-    }
-    deleted = []
-    for role, parent in (
-        ("actor", paths.checkpoint("actor", 0).parent),
-        ("critic", paths.checkpoint("critic", 0).parent),
-        ("hf", paths.root / "hf"),
-    ):
-        for directory in _versions(parent):
-            version = number_of(directory)
-            recent = version > newest[role] - config.train.keep_checkpoints
-            if not recent and version not in kept[role]:
-                _remove(directory)
-                deleted.append(directory)
-    return deleted
+    actor, critic, export = newest["actor"] - warmup + 1, newest["critic"] + 1, newest["export"] - warmup + 1
+    needed = _read_by_repeatable(config, manifest, [policy + warmup for policy in kept_evaluated])
+    of = {phase: {i for i, name in needed if name == phase} for phase in newest}
+    rollouts = _stay(newest["rollout"], loop.keep_rollouts) | of["rollout"] | of["critic"]
+    sampled = {Counters(i, warmup).policy for i in rollouts} if loop.keep_rollouts else set()
+    # Directory of versions, the newest that is recorded, and those that stay.
+    rules: list[tuple[Path, int, set[int]]] = [
+        (paths.checkpoint("actor", 0).parent, actor,
+         _stay(actor, checkpoints) | newest_evaluated | {i - warmup + 1 for i in of["actor"]}),
+        (paths.checkpoint("critic", 0).parent, critic,
+         _stay(critic, checkpoints) | {policy + warmup for policy in newest_evaluated} | {i + 1 for i in of["critic"]}),
+        (paths.hf(1, "").parent, export,
+         _stay(export, loop.keep_exports or checkpoints) | kept_evaluated | sampled
+         | {i - warmup + 1 for i in of["export"]}),
+    ]  # fmt: skip
+    if loop.keep_rollouts:
+        rules += [(place.parent, newest["rollout"], rollouts) for place in (paths.rollouts(0), paths.values(0))]
+    return [
+        directory
+        for parent, last, stay in rules
+        for directory in _versions(parent)
+        if (number := number_of(directory)) <= last and number not in stay
+    ]
 
 
-def _read_by_repeatable(config: Config, manifest: Manifest) -> set[Key]:
+def _stay(newest: int, count: int) -> set[int]:
+    """The last `count` numbers up to `newest`."""
+    return set(range(max(0, newest - count + 1), newest + 1))
+
+
+def _read_by_repeatable(config: Config, manifest: Manifest, evaluations: Collection[int]) -> set[Key]:
     """Makers of what the repeatable steps read: of finished steps whose outputs no finished step has read.
 
-    Until its export is finished, an actor phase may be repeated, and reads the actor before the newest one.
+    Nobody reads an evaluation: of these the ones in the iterations `evaluations` count. Until its export is finished,
+    an actor phase may be repeated, and reads the actor before the newest one.
     """
     read = {key: set(predecessors(config.loop, key)) for key in manifest.keys}
     repeatable = manifest.keys - set().union(*read.values())
-    return set().union(*(read[key] for key in repeatable))
+    return set().union(*(read[key] for key in repeatable if key[1] != "evaluation" or key[0] in evaluations))
 
 
 def _versions(parent: Path) -> list[Path]:
-    if not parent.is_dir():
-        return []
-    for leftover in parent.glob(f"*{DELETING}"):
-        shutil.rmtree(leftover, ignore_errors=True)
     return [directory for directory in numbered(parent) if not directory.is_symlink()]
 
 
@@ -94,3 +102,28 @@ def _remove(directory: Path) -> None:
     aside = directory.with_name(directory.name + DELETING)
     os.rename(directory, aside)
     shutil.rmtree(aside)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove what killed processes left: half-written files, and directories that were being deleted.
+
+    Only for who holds the run's lock: then nobody is writing.
+    """
+    removed = list(_leftovers(root, DEPTH))
+    for path in removed:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return removed
+
+
+def _leftovers(directory: Path, depth: int) -> Iterable[Path]:
+    for entry in os.scandir(directory):
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name.endswith(DELETING) and number_of(entry.name.removesuffix(DELETING)) is not None:
+                yield Path(entry.path)
+            elif depth > 1:
+                yield from _leftovers(Path(entry.path), depth - 1)
+        elif _HALF_WRITTEN.search(entry.name):
+            yield Path(entry.path)

@@ -12,7 +12,9 @@ import traceback
 
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.errors import readable
-from megatron_t1.loop.launcher import LAUNCH_MARK
+from megatron_t1.loop.fence import watch
+from megatron_t1.loop.ground import LAUNCH_MARK
+from megatron_t1.loop.launcher import AGAIN
 from megatron_t1.paths import RunPaths
 
 PHASES = ("rollout", "evaluation")
@@ -35,8 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         said = readable(error) or f"a defect of this program, please report it:\n{traceback.format_exc()}"
         print(f"error: {said}", file=sys.stderr, flush=True)
-        return 1
+        return AGAIN if _is_lost(error) else 1
     return 0
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether the engine died while it was at work: another one finishes the episodes that are left."""
+    from megatron_t1.rollout.engine.errors import EngineLost
+
+    if isinstance(error, BaseExceptionGroup):
+        return any(_is_lost(inner) for inner in error.exceptions)
+    return isinstance(error, EngineLost)
 
 
 def run_phases(run_dir: str, iteration: int, phases: list[str], overrides: list[str]) -> None:
@@ -45,7 +56,10 @@ def run_phases(run_dir: str, iteration: int, phases: list[str], overrides: list[
     from megatron_t1.rollout.phase import run_phases as play
 
     config = load_run_config(run_dir, overrides)
-    crew = Crew(int(os.environ.get(WORKER, 0)), int(os.environ.get(WORKERS, 1)), launch=os.environ.get(LAUNCH_MARK, ""))
+    launch = os.environ.get(LAUNCH_MARK, "")
+    crew = Crew(int(os.environ.get(WORKER, 0)), int(os.environ.get(WORKERS, 1)), launch=launch)
+    if launch:
+        watch(RunPaths.of(run_dir).phase(iteration, phases[0]), launch)
     results = play(config, iteration, phases, crew=crew)
     if crew.worker == 0:
         for phase, result in results.items():

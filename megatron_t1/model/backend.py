@@ -55,7 +55,7 @@ class CpuBackend:
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         from megatron_t1.model import cpu_backend
 
-        cpu_backend.install()
+        cpu_backend.install(self.device)
         cpu_backend.bind_missing_names()
 
     def layer_spec(self, config: Any, vp_stage: int | None) -> Any:
@@ -71,6 +71,8 @@ class CpuBackend:
 
 @dataclass
 class CudaBackend:
+    """A GPU with Transformer Engine's layers or, not `fused`, with plain torch's: slower, and needs nothing else."""
+
     name: str = "cuda"
     communication: str = "nccl"
     fused: bool = True
@@ -91,17 +93,23 @@ class CudaBackend:
                 where="cluster.backend=cuda",
                 remedy="use cluster.backend=cpu, or check the driver and that this torch is a CUDA build",
             )
-        try:
-            import transformer_engine.pytorch  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"Transformer Engine can't be imported: {error}",
-                where="cluster.backend=cuda",
-                remedy="install transformer-engine[pytorch] for this torch, or use the image in docker/",
-            ) from error
+        if self.fused:
+            _require_transformer_engine()
+        else:
+            from megatron_t1.model import cpu_backend
+
+            cpu_backend.bind_missing_names()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
 
     def layer_spec(self, config: Any, vp_stage: int | None) -> Any:
+        if not self.fused:
+            from megatron_t1.model import cpu_modules
+
+            return cpu_modules.layer_spec(config, vp_stage)
+        if getattr(config, "experimental_attention_variant", None) is not None:
+            from megatron_t1.model import delta_net
+
+            return delta_net.fused_layer_spec(config, vp_stage)
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
@@ -111,8 +119,22 @@ class CudaBackend:
         model.cuda()
 
 
+def _require_transformer_engine() -> None:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"Transformer Engine can't be imported: {error}",
+            where="cluster.backend=cuda",
+            remedy="install transformer-engine[pytorch] for this torch, or use the image in docker/; "
+            "cluster.backend=cuda_torch trains without it, in plain torch and slower",
+        ) from error
+
+
 def select_backend(name: str = "auto") -> Backend:
-    """The backend called `name`; "auto" is cuda where torch finds a device, otherwise cpu.
+    """The backend called `name`: "cpu", "cuda", or "cuda_torch" (a GPU without Transformer Engine).
+
+    "auto" is cuda where torch finds a device, otherwise cpu.
 
     Raises:
         ConfigError: unknown name.
@@ -122,8 +144,8 @@ def select_backend(name: str = "auto") -> Backend:
 
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return {"cpu": CpuBackend, "cuda": CudaBackend}[name]()
+        return {"cpu": CpuBackend, "cuda": CudaBackend, "cuda_torch": lambda: CudaBackend(fused=False)}[name]()
     except KeyError:
         raise ConfigError(
-            f"unknown backend {name!r}", where="cluster.backend", remedy="use auto, cpu or cuda"
+            f"unknown backend {name!r}", where="cluster.backend", remedy="use auto, cpu, cuda or cuda_torch"
         ) from None

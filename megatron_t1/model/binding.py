@@ -11,10 +11,9 @@ from megatron.core import parallel_state
 from torch.nn import Module, Parameter
 
 from megatron_t1.errors import ConfigError, MismatchError
-from megatron_t1.model.mapping import Qwen3MoeMapping, Source
+from megatron_t1.model.mapping import Source, WeightMapping
+from megatron_t1.model.names import HEAD_TENSOR, CheckpointNames
 from megatron_t1.model.stored import architecture_from_hf, require_equal_architecture
-
-HEAD_TENSOR = "lm_head.weight"
 
 
 @dataclass
@@ -43,17 +42,17 @@ class Bound:
         return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def bind(chunks: list[Module]) -> tuple[list[Bound], list[tuple[str, Parameter]]]:
-    """Parameters with their sources, and those of a value head, which have none.
+def bind(chunks: list[Module], names: CheckpointNames) -> tuple[list[Bound], list[tuple[str, Parameter]]]:
+    """Parameters with their sources in a checkpoint that uses `names`, and those of a value head, which have none.
 
     Raises:
-        ConfigError: a parameter that the mapping doesn't know.
+        ConfigError: a parameter, or a buffer that is part of the model's state, that the mapping doesn't know.
     """
     bound: list[Bound] = []
     heads: list[tuple[str, Parameter]] = []
     unknown: list[str] = []
     for chunk in chunks:
-        mapping = Qwen3MoeMapping(chunk.architecture)
+        mapping = WeightMapping(chunk.architecture, names)
         experts_here = chunk.architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
         first_expert = parallel_state.get_expert_model_parallel_rank() * experts_here
         for name, parameter in chunk.named_parameters():
@@ -67,6 +66,7 @@ def bind(chunks: list[Module]) -> tuple[list[Bound], list[tuple[str, Parameter]]
                 unknown.append(name)
             else:
                 bound.append(Bound(name, parameter, source, is_copy))
+        unknown += _persistent_buffers(chunk)
     if unknown:
         raise ConfigError(
             f"no Hugging Face tensors are known for {len(unknown)} parameters: {', '.join(unknown[:5])}",
@@ -76,18 +76,28 @@ def bind(chunks: list[Module]) -> tuple[list[Bound], list[tuple[str, Parameter]]
     return bound, heads
 
 
+def _persistent_buffers(chunk: Module) -> list[str]:
+    """Names of the tensors that belong to the state of a model and aren't trained (a router's bias, say)."""
+    return [
+        f"{prefix}.{name}"
+        for prefix, module in chunk.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
 def _global_layer(chunk: Module, name: str) -> int:
     """Global number, from 0, of the decoder layer a parameter belongs to; 0 for parameters outside the layers."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     return 0 if match is None else chunk.decoder.layers[int(match[1])].layer_number - 1
 
 
-def expected_tensors(chunk: Module) -> set[str]:
+def expected_tensors(chunk: Module, names: CheckpointNames) -> set[str]:
     """Names of the tensors that a checkpoint must have for this model (all its ranks together)."""
-    names = {name for name, _ in Qwen3MoeMapping(chunk.architecture).tensors()}
+    expected = {name for name, _ in WeightMapping(chunk.architecture, names).tensors()}
     if chunk.role == "value" or chunk.architecture.tie_word_embeddings:
-        names.discard(HEAD_TENSOR)
-    return names
+        expected.discard(HEAD_TENSOR)
+    return expected
 
 
 def require_same_architecture(chunks: list[Module], directory: Path, role: str) -> None:

@@ -1,6 +1,11 @@
-"""From published architecture numbers and a parallel layout to Megatron model chunks. Family: Qwen3-MoE.
+"""From published architecture numbers and a parallel layout to Megatron model chunks. Families: Qwen3-MoE, Qwen3.5-MoE.
 
 Only `padded_vocabulary` and `resolve_architecture` work without torch; the rest needs a prepared backend.
+
+A model without memory, to count and to check shapes: initialise Megatron's parallel state (a fake process group will
+do, with `create_gloo_process_groups=False`), then within `torch.device("meta")` and with a backend whose stand-in for
+CUDA is the meta device (`cpu_backend`), call `build_model(config, backend, role, initialize=False)`. Every parameter is
+then a meta tensor of its real shape and type.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_t1.config.families import family_problems
 from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig, ModelConfig
 from megatron_t1.errors import ConfigError
 from megatron_t1.model.backend import Backend
@@ -47,7 +53,7 @@ def transformer_config(
     would bypass replay.
 
     Args:
-        architecture: family must be qwen3_moe, vocab_size must be known.
+        architecture: vocab_size must be known.
         dtype: "float32" or "bfloat16", of parameters and activations.
         aux_loss_coef: load balancing loss; 0 builds the model without it.
         initialize: random parameters; without it they are whatever memory held, for models that are loaded at once.
@@ -70,7 +76,7 @@ def transformer_config(
         num_attention_heads=architecture.num_attention_heads,
         num_query_groups=architecture.num_key_value_heads,
         kv_channels=architecture.head_dim,
-        ffn_hidden_size=architecture.intermediate_size,
+        ffn_hidden_size=architecture.intermediate_size or 4 * architecture.hidden_size,  # dense layers, if any
         layernorm_epsilon=architecture.rms_norm_eps,
         init_method_std=architecture.initializer_range,
         normalization="RMSNorm",
@@ -122,6 +128,8 @@ def transformer_config(
         apply_rope_fusion=fused,
         gradient_accumulation_fusion=False,
     )
+    if architecture.family == "qwen3_5_moe":
+        fields.update(_hybrid_fields(architecture))
     if layout.recompute == "full":
         fields.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif layout.recompute == "moe":
@@ -208,18 +216,31 @@ def resolve_architecture(model: ModelConfig) -> ArchitectureConfig:
     return stored
 
 
+def _hybrid_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """What Qwen3.5-MoE has besides: gated delta nets, gated attention, a gated shared expert, norms of 1 + weight.
+
+    Its checkpoints' multi-token prediction isn't trained, so it isn't built.
+    """
+    return dict(
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=architecture.full_attention_interval,  # every n-th layer is *not* linear
+        linear_num_key_heads=architecture.linear_num_key_heads,
+        linear_num_value_heads=architecture.linear_num_value_heads,
+        linear_key_head_dim=architecture.linear_key_head_dim,
+        linear_value_head_dim=architecture.linear_value_head_dim,
+        linear_conv_kernel_dim=architecture.linear_conv_kernel_dim,
+        attention_output_gate=True,
+        layernorm_zero_centered_gamma=True,
+        moe_shared_expert_intermediate_size=architecture.shared_expert_intermediate_size,
+        moe_shared_expert_gate=True,
+        moe_shared_expert_overlap=False,
+    )
+
+
 def _require_buildable(architecture: ArchitectureConfig, dtype: str) -> None:
-    wrong = []
-    if architecture.family != "qwen3_moe":
-        wrong.append(f"family {architecture.family!r} can't be built; known: qwen3_moe")
+    wrong = family_problems(architecture)
     if architecture.vocab_size <= 0:
         wrong.append("vocab_size is 0; read the architecture from the checkpoint's config.json")
-    if architecture.shared_expert_intermediate_size:
-        wrong.append("qwen3_moe has no shared expert; shared_expert_intermediate_size must be 0")
-    if architecture.full_attention_interval != 1:
-        wrong.append("qwen3_moe has full attention in every layer; full_attention_interval must be 1")
-    if architecture.mtp_num_hidden_layers:
-        wrong.append("qwen3_moe has no multi-token prediction layers; mtp_num_hidden_layers must be 0")
     if not 0 < architecture.num_experts_per_tok <= architecture.num_experts:
         wrong.append(f"num_experts_per_tok is {architecture.num_experts_per_tok} of {architecture.num_experts} experts")
     if dtype not in DTYPES:

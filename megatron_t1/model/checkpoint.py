@@ -3,19 +3,25 @@
     DIRECTORY/checkpoint.json     what it is, and every file with size and SHA-256; written last
     DIRECTORY/state.json          counters, learning rate and whatever else the trainer passes
     DIRECTORY/*.distcp, .metadata, common.pt, metadata.json     Megatron's torch_dist format
+    DIRECTORY/rank_N_NAME         what the trainer passes for rank N alone
 
-Everything is written into a directory beside it and renamed. The model part can be loaded in any other parallel layout.
+Everything is written into a directory beside it and renamed. Model and optimizer can be loaded in any other parallel
+layout; the state of a DistributedOptimizer in those that Megatron allows (optimizer_state).
+
+A save is over when it returns. Megatron's asynchronous one isn't offered: a phase ends with its save, so nothing could
+go on meanwhile, and a writer process that outlives a killed phase would write beside the next attempt.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import __version__ as core_version
 from megatron.core import dist_checkpointing
@@ -34,19 +40,14 @@ from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import on_first_rank, together
 from megatron_t1.model.directories import make_empty, publish_directory
-from megatron_t1.model.optimizer_state import (
-    complete_adam_state,
-    optimizer_identity,
-    optimizer_metadata,
-    restore_zero_steps,
-)
-from megatron_t1.model.pickle_check import require_harmless_pickle
+from megatron_t1.model.optimizer_state import OptimizerLoader, optimizer_entries, optimizer_identity
+from megatron_t1.model.pickle_check import require_harmless_checkpoint
 from megatron_t1.model.stored import require_equal_architecture
 from megatron_t1.phase import WrittenFile
 
 MARKER_FILE = "checkpoint.json"
 STATE_FILE = "state.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LITTLE_SPACE = 16 * 2**20  # bytes; torch's archive writer raises a RuntimeError on a full disk
 
 
@@ -75,6 +76,7 @@ def save_checkpoint(
     state: dict[str, Any],
     *,
     relative_to: str | Path | None = None,
+    own: Mapping[str, bytes] | None = None,
 ) -> list[WrittenFile]:
     """Write a checkpoint; it appears under its name when it is complete, and replaces an earlier one. Collective.
 
@@ -84,6 +86,7 @@ def save_checkpoint(
         optimizer: a Megatron optimizer, or None for the model only.
         state: JSON values, equal on all ranks.
         relative_to: what the paths of the result are relative to; `directory` itself by default.
+        own: name -> content of what this rank alone will ask for again (`read_own`).
 
     Returns:
         Every file with its size and SHA-256, on every rank.
@@ -98,18 +101,41 @@ def save_checkpoint(
     bare = bare_chunks(chunks)
     entries = _model_entries(bare)
     if optimizer is not None:
-        complete_adam_state(optimizer)
-        entries["optimizer"] = optimizer.sharded_state_dict(dict(entries), metadata=optimizer_metadata(optimizer))
+        entries["optimizer"] = optimizer_entries(optimizer, entries)
     # Not `together`: Megatron's save is full of collectives, and a rank that fails alone between them (a disk that is
     # full when rank 0 writes common.pt) would wait for ranks that wait for it. It leaves, and the launcher ends all.
     _write(entries, partial, final)
     on_first_rank(lambda: atomic.write_json(partial / STATE_FILE, state))
+    together(lambda: [_own_path(partial, name).write_bytes(data) for name, data in (own or {}).items()])
     files = [file for of_rank in together(lambda: _digest_own(partial)) for file in of_rank]
     identity = {**_identity(bare), "optimizer": optimizer_identity(bare[0].config, optimizer)}
     marker = {"format": FORMAT_VERSION, "core": core_version, **identity, "files": [asdict(file) for file in files]}
+    marker["sha256"] = _marker_digest(marker)
     on_first_rank(lambda: atomic.write_json(partial / MARKER_FILE, marker))
     on_first_rank(lambda: publish_directory(partial, final))
     files.append(_digest(final / MARKER_FILE))
+    return [WrittenFile(str(prefix / file.path), file.size, file.sha256) for file in files]
+
+
+def read_own(directory: str | Path, name: str) -> bytes:
+    """What this rank passed as `own` when the checkpoint was written, as one that was loaded is known to hold it.
+
+    Raises:
+        IncompleteError: there is nothing of this rank.
+    """
+    path = _own_path(Path(directory), name)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise IncompleteError(f"the checkpoint has nothing of this rank: {error.strerror}", where=str(path)) from error
+
+
+def files_of(directory: str | Path, *, relative_to: str | Path) -> list[WrittenFile]:
+    """Every file of a complete checkpoint with its size and SHA-256, from its marker."""
+    final = Path(directory).resolve()
+    files = [WrittenFile(**file) for file in read_marker(final)["files"]]
+    files.append(_digest(final / MARKER_FILE))
+    prefix = final.relative_to(Path(relative_to).resolve())
     return [WrittenFile(str(prefix / file.path), file.size, file.sha256) for file in files]
 
 
@@ -132,12 +158,29 @@ def load_checkpoint(
     bare = bare_chunks(chunks)
     together(lambda: _require_usable(final, bare, optimizer, verify))
     entries = _model_entries(bare)
+    loader = None
     if optimizer is not None:
-        complete_adam_state(optimizer)
-        metadata = optimizer_metadata(optimizer)
-        entries["optimizer"] = optimizer.sharded_state_dict(dict(entries), is_loading=True, metadata=metadata)
-    together(lambda: _fill(entries, final, bare, optimizer))
+        loader = OptimizerLoader(optimizer, entries)
+        entries["optimizer"] = loader.entries
+    together(lambda: _fill(entries, final, bare, loader))
     return json.loads((final / STATE_FILE).read_text())
+
+
+def read_state(directory: str | Path) -> dict[str, Any]:
+    """A complete checkpoint's `state`, without loading anything else of it. Needs no process group.
+
+    Raises:
+        IncompleteError: there is no readable marker, or the state isn't what it says.
+    """
+    path = Path(directory) / STATE_FILE
+    recorded = {file["path"]: file["sha256"] for file in read_marker(directory)["files"]}
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise IncompleteError(f"the checkpoint has no state: {error.strerror}", where=str(path)) from error
+    if hashlib.sha256(data).hexdigest() != recorded.get(STATE_FILE):
+        raise IncompleteError("the file differs from its digest", where=str(path), remedy="use an earlier checkpoint")
+    return json.loads(data)
 
 
 def read_marker(directory: str | Path) -> dict[str, Any]:
@@ -151,6 +194,8 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
         marker = json.loads(path.read_text())
         if marker["format"] != FORMAT_VERSION:
             raise ValueError(f"format {marker['format']}, expected {FORMAT_VERSION}")
+        if marker["sha256"] != _marker_digest(marker):
+            raise ValueError("the marker differs from its own digest")
         return marker
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IncompleteError(
@@ -158,6 +203,15 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
             where=str(path),
             remedy="use an earlier checkpoint; a directory without this marker was never finished",
         ) from error
+
+
+def _marker_digest(marker: dict[str, Any]) -> str:
+    rest = {key: value for key, value in marker.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _own_path(directory: Path, name: str) -> Path:
+    return directory / f"rank_{dist.get_rank()}_{name}"
 
 
 def _write(entries: dict[str, Any], partial: Path, final: Path) -> None:
@@ -203,13 +257,13 @@ def _digest(path: Path) -> WrittenFile:
 
 
 def _digest_own(directory: Path) -> list[WrittenFile]:
-    """Files this rank wrote: `__RANK_n.distcp`; rank 0 also answers for those that belong to nobody in particular."""
+    """Files this rank wrote: `__N_n.distcp`, `rank_N_...`; rank 0 answers for those that belong to nobody too."""
     rank = dist.get_rank()
-    own = f"__{rank}_"
+    own = (f"__{rank}_", f"rank_{rank}_")
     return [
         _digest(path)
         for path in sorted(directory.iterdir())
-        if path.name.startswith(own) or (rank == 0 and not path.name.endswith(".distcp"))
+        if path.name.startswith(own) or (rank == 0 and not path.name.startswith(("__", "rank_")))
     ]
 
 
@@ -232,29 +286,42 @@ def _require_usable(directory: Path, chunks: list[Module], optimizer: Any | None
             where=str(directory),
             remedy="use an earlier checkpoint",
         )
-    require_harmless_pickle(directory / ".metadata")
+    require_harmless_checkpoint(directory, {Path(file["path"]).name for file in marker["files"]})
+
+
+def optimizer_differences(directory: str | Path, chunks: list[Module], optimizer: Any) -> list[str]:
+    """Why a checkpoint's optimizer state can't be loaded into this optimizer, a line with both values each."""
+    here, stored = optimizer_identity(bare_chunks(chunks)[0].config, optimizer), read_marker(directory)["optimizer"]
+    if stored is None:
+        return [f"optimizer: the checkpoint has none, here it is {here['kind']}"]
+    return [
+        f"optimizer {name}: the checkpoint has {stored.get(name)!r}, here it is {here.get(name)!r}"
+        for name in sorted((here.keys() | stored.keys()) - {"steps"})
+        if stored.get(name) != here.get(name)
+    ]
 
 
 def _require_same_identity(directory: Path, marker: dict, chunks: list[Module], optimizer: Any | None) -> None:
     where, here = str(directory / MARKER_FILE), _identity(chunks)
     require_equal_architecture(ArchitectureConfig(**marker["architecture"]), chunks[0].architecture, where=where)
-    pairs = [(name, marker[name], here[name]) for name in ("role", "dtype")]
+    different = [
+        f"{name}: the checkpoint has {marker[name]!r}, here it is {here[name]!r}"
+        for name in ("role", "dtype")
+        if marker[name] != here[name]
+    ]
+    others = list(different)
     if optimizer is not None:
-        if marker["optimizer"] is None:
-            pairs.append(("optimizer", "none", type(optimizer).__name__))
-        else:
-            identity = optimizer_identity(chunks[0].config, optimizer)
-            pairs += [(f"optimizer {name}", marker["optimizer"].get(name), value) for name, value in identity.items()]
-    different = [f"{name}: the checkpoint has {old!r}, here it is {new!r}" for name, old, new in pairs if old != new]
+        different += optimizer_differences(directory, chunks, optimizer)
     if different:
         raise MismatchError(
             "the checkpoint is of another kind: " + "; ".join(different),
             where=where,
-            remedy="use the configuration that wrote it, or load the model without its optimizer",
+            remedy="use the configuration that wrote it"
+            + ("; or, with train.*.reset_optimizer=true, a new optimizer" if not others else ""),
         )
 
 
-def _fill(entries: dict[str, Any], directory: Path, chunks: list[Module], optimizer: Any | None) -> None:
+def _fill(entries: dict[str, Any], directory: Path, chunks: list[Module], loader: OptimizerLoader | None) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
@@ -270,7 +337,5 @@ def _fill(entries: dict[str, Any], directory: Path, chunks: list[Module], optimi
         wrong = [key for key in missing if not key.endswith("_extra_state")] + list(unexpected)
         if wrong:
             raise MismatchError(f"the checkpoint lacks or adds {', '.join(wrong[:5])}", where=str(directory))
-    if optimizer is not None:
-        restore_zero_steps(loaded["optimizer"])
-        with torch.no_grad():
-            optimizer.load_state_dict(loaded["optimizer"])
+    if loader is not None:
+        loader.fill(loaded["optimizer"], read_marker(directory)["optimizer"])

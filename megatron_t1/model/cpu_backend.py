@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_t1.errors import T1Error
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class _Event:
@@ -62,16 +62,17 @@ class _Generators:
         return torch.default_generator
 
 
-def _on_cpu(device: Any) -> Any:
+def _stood_in(device: Any) -> Any:
+    """The device that stands in for a CUDA device; any other device as it is."""
     if isinstance(device, str) and device.startswith("cuda"):
-        return CPU
+        return _stand_in
     if isinstance(device, torch.device) and device.type == "cuda":
-        return CPU
+        return _stand_in
     return device
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Sends `device="cuda"` literals to the CPU; tells Megatron (and nobody else) that tensors are CUDA tensors.
+    """Sends `device="cuda"` literals to the stand-in; tells Megatron (and nobody else) that tensors are CUDA tensors.
 
     Megatron's optimizers sort parameters by `tensor.type()` in {"torch.cuda.FloatTensor", ...}; only a call made from a
     megatron module gets that answer, so other libraries in the process see the truth.
@@ -80,40 +81,49 @@ class CudaOnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+            kwargs = {**kwargs, "device": _stood_in(kwargs["device"])}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         name = getattr(func, "__name__", "")
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             return args[0]
         if name == "to" and len(args) > 1:
-            args = (args[0], *(_on_cpu(value) for value in args[1:]))
+            args = (args[0], *(_stood_in(value) for value in args[1:]))
         if name == "record_stream":
             return None
         if name == "type" and len(args) == 1 and not kwargs and _called_by_megatron():
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return "torch.cuda." + func(*args).rsplit(".", 1)[-1]  # "torch.FloatTensor", "torch.meta.FloatTensor"
         return func(*args, **kwargs)
 
 
 def _called_by_megatron() -> bool:
     frame = sys._getframe(2)  # 0: this function, 1: __torch_function__, 2: who called tensor.type()
+    while frame.f_back is not None and frame.f_globals.get("__name__") == "torch.utils._device":
+        frame = frame.f_back  # a `with torch.device(...)` block is a mode of its own, above this one
     return frame.f_globals.get("__name__", "").startswith("megatron.")
 
 
 _installed: CudaOnCpu | None = None
+_stand_in = CPU
 
 
-def install() -> None:
+def install(device: torch.device = CPU) -> None:
     """Make `import megatron.core` and everything it does later work on this machine's CPU. Idempotent.
 
     The mode belongs to the calling thread.
 
+    Args:
+        device: what stands in for a CUDA device: the CPU, or META for models that have shapes only (`planner.dryrun`).
+
     Raises:
-        T1Error: a CUDA device is present.
+        T1Error: a CUDA device is present, or another stand-in was installed in this process.
     """
-    global _installed
+    global _installed, _stand_in
     if _installed is not None:
+        if device != _stand_in:
+            raise T1Error(f"{_stand_in} already stands in for CUDA in this process", where="cpu_backend.install")
         return
+    _stand_in = device
     if torch.cuda.is_available():
         raise T1Error(
             "the CPU backend replaces parts of torch.cuda, and this machine has a CUDA device",
@@ -126,7 +136,7 @@ def install() -> None:
         sys.modules["torch._dynamo"].config.disable = True
     cuda = torch.cuda
     stream = _Stream()
-    cuda.current_device = lambda: CPU
+    cuda.current_device = lambda: device
     cuda.set_device = lambda *_, **__: None
     cuda.synchronize = lambda *_, **__: None
     cuda.empty_cache = lambda *_, **__: None

@@ -6,6 +6,7 @@ Shapes: s tokens of this rank, b sequences, h query heads of this rank, g key/va
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -21,11 +22,22 @@ from torch import Tensor
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` whose weight's gradient is summed over sequence-parallel ranks."""
+    """`torch.nn.RMSNorm` whose weight's gradient is summed over sequence-parallel ranks.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32, as Transformer Engine's does.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        if self.zero_centred:
+            torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centred:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def zigzag_positions(length: int, size: int, rank: int) -> Tensor:
@@ -81,13 +93,13 @@ class TorchCoreAttention(MegatronModule):
             query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, dropout_p=dropout, enable_gqa=True
         )
 
-    def _context_mask(self, length: int) -> Tensor:
+    def _context_mask(self, length: int, device: torch.device) -> Tensor:
         """bool [length / cp, length]: what a query of this rank may see of the gathered keys of one sequence."""
         size, rank = self.context_group.size(), self.context_group.rank()
         keys = torch.cat([zigzag_positions(length, size, other) for other in range(size)])
         if not self.causal:
-            return torch.ones(length // size, length, dtype=torch.bool)
-        return keys[None] <= zigzag_positions(length, size, rank)[:, None]
+            return torch.ones(length // size, length, dtype=torch.bool, device=device)
+        return (keys[None] <= zigzag_positions(length, size, rank)[:, None]).to(device)
 
     def forward(
         self,
@@ -108,7 +120,7 @@ class TorchCoreAttention(MegatronModule):
         if size == 1 and attention_mask is None:
             output = self._attend(query, key, value, None, self.causal)
         else:
-            visible = self._context_mask(length * size)
+            visible = self._context_mask(length * size, query.device)
             if attention_mask is not None:
                 visible = visible & ~attention_mask  # Megatron's masks say what is hidden
             output = self._attend(query, key, value, visible, False)
@@ -128,7 +140,7 @@ class TorchCoreAttention(MegatronModule):
                 )[None]
                 for gathered in (key, value)
             )
-            mask = None if size == 1 else self._context_mask(length)
+            mask = None if size == 1 else self._context_mask(length, query.device)
             attended = self._attend(queries, keys, values, mask, self.causal and mask is None)
             outputs.append(attended[0].transpose(0, 1))
             start = end
@@ -152,7 +164,11 @@ class CpuAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
 def layer_spec(config: Any, vp_stage: int | None) -> Any:
     """The local layer spec of this pipeline chunk with the parts above."""
     stage = {} if vp_stage is None else {"vp_stage": vp_stage}
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **stage)
+    hybrid = getattr(config, "experimental_attention_variant", None) is not None
+    plain = copy.copy(config)
+    if hybrid:  # core's helper knows full attention only
+        plain.experimental_attention_variant = None
+    spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm", **stage)
     spec.layer_norm = TorchRMSNorm
     for layer in spec.layer_specs:
         parts = layer.submodules
@@ -162,6 +178,10 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
         for name in ("q_layernorm", "k_layernorm"):
             if getattr(attention, name) not in (None, IdentityOp):
                 setattr(attention, name, TorchRMSNorm)
+    if hybrid:
+        from megatron_t1.model.delta_net import use_delta_net
+
+        use_delta_net(spec, config, vp_stage, norm=TorchRMSNorm)
     return spec
 
 

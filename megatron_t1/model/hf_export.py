@@ -1,27 +1,44 @@
-"""Megatron chunks -> a Hugging Face directory, streamed: a rank holds one parameter at a time besides the model."""
+"""Megatron chunks -> a Hugging Face directory, streamed: a rank holds one parameter at a time besides the model.
+
+The directory has the template's conventions (prefix of the names, experts in one tensor or in many), its settings, and
+what training doesn't touch, bit for bit, so that it loads wherever the template does.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 
 from megatron_t1 import atomic
 from megatron_t1.errors import ConfigError, MismatchError
-from megatron_t1.model.binding import Bound, bind, expected_tensors, require_same_architecture
+from megatron_t1.model.binding import bind, expected_tensors, require_same_architecture
 from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import gather_objects, on_first_rank, together
 from megatron_t1.model.directories import make_empty, publish_directory
-from megatron_t1.model.safetensors_io import CODES, INDEX_FILE, SafetensorsWriter
+from megatron_t1.model.export_jobs import Job, carry_jobs, parameter_jobs
+from megatron_t1.model.mapping import WeightMapping
+from megatron_t1.model.names import HEAD_TENSOR, CheckpointNames, names_in
+from megatron_t1.model.safetensors_io import (
+    TRAINED_CODES,
+    SafetensorsDirectory,
+    SafetensorsWriter,
+    TensorHeader,
+)
+from megatron_t1.model.stored import CONFIG_FILE, NESTED_CONFIG
+from megatron_t1.model.weight_files import INDEX_FILE, SINGLE_FILE
 from megatron_t1.phase import WrittenFile
 
 MAX_FILE_BYTES = 4 << 30
+MIN_CARRIED_BYTES = 256 << 20  # of tensors carried over by one rank, while there are so many
 # What a template directory may hold besides weights, and an export takes over.
 TEMPLATE_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -35,15 +52,17 @@ def export_hf(
     relative_to: str | Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[WrittenFile]:
-    """Write a policy so that vLLM and transformers load it, one tensor for each expert matrix. Collective.
+    """Write a policy so that vLLM and transformers load it like the template. Collective.
 
     Owners write their own files; the directory appears under its name when it is complete and replaces an earlier one.
 
     Args:
         chunks: a policy, as `build_model` returns it.
         out_dir: directory to create.
-        template_dir: config.json, tokenizer and generation settings are taken over from here.
-        dtype: "float32" or "bfloat16", of the written tensors; the same as the model's gives the same bits.
+        template_dir: the checkpoint the training started from. config.json, tokenizer and generation settings, names,
+            and the tensors that training doesn't touch come from here. Without weights in it, names are a text model's.
+        dtype: "float32" or "bfloat16", of the written tensors; the same as the model's gives the same bits. Tensors of
+            the delta net that are published in fp32 keep the template's type.
         relative_to: what the paths of the result are relative to; `out_dir` itself by default.
         max_file_bytes: of tensor data in one file.
 
@@ -52,64 +71,103 @@ def export_hf(
 
     Raises:
         ConfigError: unknown dtype, or `out_dir` doesn't lie below `relative_to`.
-        MismatchError: the template is of another architecture.
+        MismatchError: the template is of another architecture, or has tensors that would be lost.
+        IncompleteError: the template's weights are damaged.
         T1Error: a rank couldn't write.
     """
     chunks = bare_chunks(chunks)
-    out, template = Path(out_dir).resolve(), Path(template_dir).resolve()
+    out, template_path = Path(out_dir).resolve(), Path(template_dir).resolve()
     base = out if relative_to is None else Path(relative_to).resolve()
     torch_dtype = getattr(torch, dtype, None)
-    if torch_dtype not in CODES:
+    if torch_dtype not in TRAINED_CODES:
         raise ConfigError(f"unknown dtype {dtype!r}", where="model.dtype", remedy="use float32 or bfloat16")
     if not out.is_relative_to(base):
         raise ConfigError(f"the export lies outside {base}", where=str(out))
-    together(lambda: require_same_architecture(chunks, template, "policy"))
-    partial = out.with_name(out.name + atomic.TEMPORARY_SUFFIX)
-    on_first_rank(lambda: make_empty(partial))
-    files = _plan([item for item in bind(chunks)[0] if item.in_first_replica], max_file_bytes, torch_dtype.itemsize)
-    weight_files = _name_files(files, chunks[0])
-    shards = together(lambda: [_write(partial / name, items, torch_dtype) for name, items in weight_files])
-    written = [file for rank_files in shards for file in rank_files if file is not None]
-    maps = gather_objects({tensor: name for name, items in weight_files for tensor in _owned(items)})
+    together(lambda: require_same_architecture(chunks, template_path, "policy"))
+    with ExitStack() as stack:
+        jobs: list[Job] = []
+        (expected, *_) = together(lambda: _prepare(chunks, template_path, torch_dtype, stack, jobs))
+        partial = out.with_name(out.name + atomic.TEMPORARY_SUFFIX)
+        on_first_rank(lambda: make_empty(partial))
+        files = _name_files(_cut_files(jobs, max_file_bytes), expected)
+        written = together(lambda: _write(partial, jobs, files))
+    headers = gather_objects([(file, tensor.name, tensor.bytes) for file, tensors in files for tensor in tensors])
     settings: list[WrittenFile] = []
-    on_first_rank(lambda: settings.extend(_finish(partial, template, torch_dtype, maps, chunks[0])))
+    on_first_rank(lambda: settings.extend(_finish(partial, template_path, torch_dtype, headers)))
     on_first_rank(lambda: publish_directory(partial, out))
     prefix = out.relative_to(base)
-    files_of_all = written + [file for rank_files in gather_objects(settings) for file in rank_files]
+    files_of_all = [file for of_rank in (*written, *gather_objects(settings)) for file in of_rank]
     return [WrittenFile(str(prefix / file.path), file.size, file.sha256) for file in files_of_all]
 
 
-def _is_owner(item: Bound) -> bool:
-    return dist.get_rank(item.group) == 0
+def _prepare(
+    chunks: list[Module], directory: Path, dtype: torch.dtype, stack: ExitStack, jobs: list[Job]
+) -> set[str] | None:
+    """Fill in this rank's jobs; the first rank says which tensors all ranks together must write."""
+    template = _Template.open(directory, chunks[0], stack)
+    jobs.extend(template.jobs(chunks, dtype))
+    return template.expected if dist.get_rank() == 0 else None
 
 
-def _owned(items: list[Bound]) -> list[str]:
-    return [name for item in items if _is_owner(item) for name in item.source.names]
+@dataclass
+class _Template:
+    """What the checkpoint that training started from says of an export."""
+
+    names: CheckpointNames
+    expected: set[str]  # tensors of the export
+    carried: list[str]  # of these, the ones to copy
+    weights: SafetensorsDirectory | None
+    mapping: WeightMapping
+
+    @classmethod
+    def open(cls, directory: Path, chunk: Module, stack: ExitStack) -> _Template:
+        """Raise MismatchError when the template has tensors that neither the model nor a copy would give."""
+        if not any((directory / name).is_file() for name in (INDEX_FILE, SINGLE_FILE)):
+            names = CheckpointNames()
+            return cls(names, expected_tensors(chunk, names), [], None, WeightMapping(chunk.architecture, names))
+        weights = stack.enter_context(SafetensorsDirectory(directory))
+        names = names_in(weights.files)
+        mapping = WeightMapping(chunk.architecture, names)
+        carried = [name for name in weights.files if mapping.is_carried(name)]
+        expected = expected_tensors(chunk, names).union(carried)
+        if lost := sorted(weights.files.keys() - expected - {HEAD_TENSOR}):
+            raise MismatchError(
+                f"{len(lost)} tensors of the template would be lost: {', '.join(lost[:5])}",
+                where=str(directory),
+                remedy="give the checkpoint that the training started from",
+            )
+        return cls(names, expected, carried, weights, mapping)
+
+    def jobs(self, chunks: list[Module], dtype: torch.dtype) -> list[Job]:
+        bound, _ = bind(chunks, self.names)
+        types = {}
+        for name in {name for item in bound for name in item.source.names if self.mapping.keeps_storage_type(name)}:
+            stored = self.weights is not None and name in self.weights.files
+            types[name] = self.weights.header(name).dtype if stored else torch.float32
+        carried = [] if self.weights is None else carry_jobs(self.weights, self.carried, MIN_CARRIED_BYTES)
+        return [*parameter_jobs(bound, types, dtype), *carried]
 
 
-def _plan(items: list[Bound], max_bytes: int, item_size: int) -> list[list[Bound]]:
-    """Cut this rank's parameters into files. All ranks that share parameters cut alike, since the sizes are equal."""
-    files: list[list[Bound]] = []
+def _cut_files(jobs: list[Job], max_bytes: int) -> list[list[TensorHeader]]:
+    """The tensors this rank writes, in order, cut into files; the tensors of a job stay together."""
+    files: list[list[TensorHeader]] = []
     filled = 0
-    for item in items:
-        size = sum(torch.Size(shape).numel() for shape in item.source.packing.shapes) * item_size
+    for job in jobs:
+        if not job.is_owner:
+            continue
+        size = sum(tensor.bytes for tensor in job.tensors)
         if not files or filled + size > max_bytes:
             files.append([])
             filled = 0
-        files[-1].append(item)
+        files[-1].extend(job.tensors)
         filled += size
     return files
 
 
-def _name_files(files: list[list[Bound]], chunk: Module) -> list[tuple[str, list[Bound]]]:
-    """Number the files over all ranks; checks that the ranks together write every tensor exactly once.
-
-    Files in which this rank owns nothing keep an empty name: it only contributes its parts to them.
-    """
-    owned = [_owned(items) for items in files]
-    of_ranks = gather_objects([names for names in owned if names])
+def _name_files(files: list[list[TensorHeader]], expected: set[str]) -> list[tuple[str, list[TensorHeader]]]:
+    """Number the files over all ranks; checks that the ranks together write every tensor exactly once."""
+    of_ranks = gather_objects([[tensor.name for tensor in tensors] for tensors in files])
     counts = Counter(name for files_of_rank in of_ranks for names in files_of_rank for name in names)
-    expected = expected_tensors(chunk)
     wrong = sorted(name for name in expected | counts.keys() if (name in expected) != (counts[name] == 1))
     if wrong:
         raise MismatchError(
@@ -118,56 +176,57 @@ def _name_files(files: list[list[Bound]], chunk: Module) -> list[tuple[str, list
             remedy="report this layout: the mapping doesn't cover it",
         )
     total = sum(map(len, of_ranks))
-    number = sum(map(len, of_ranks[: dist.get_rank()]))
-    named = []
-    for items, names in zip(files, owned, strict=True):
-        number += bool(names)
-        named.append((f"model-{number:05d}-of-{total:05d}.safetensors" if names else "", items))
-    return named
-
-
-def _write(path: Path, items: list[Bound], dtype: torch.dtype) -> WrittenFile | None:
-    tensors = [
-        (name, shape)
-        for item in items
-        if _is_owner(item)
-        for name, shape in zip(item.source.names, item.source.packing.shapes, strict=True)
+    before = sum(map(len, of_ranks[: dist.get_rank()]))
+    return [
+        (f"model-{before + number:05d}-of-{total:05d}.safetensors", tensors)
+        for number, tensors in enumerate(files, start=1)
     ]
-    writer = SafetensorsWriter(path, tensors, dtype) if tensors else None
-    for item in items:
-        shards = _gather(item)
-        if shards:
-            for name, tensor in zip(item.source.names, item.source.packing.unpack(shards), strict=True):
-                writer.write(name, tensor)
-    return None if writer is None else writer.close()
 
 
-def _gather(item: Bound) -> list[Tensor]:
-    """The parameter's parts in rank order on the owner, nothing on the others."""
-    local, size = item.parameter.detach().contiguous(), dist.get_world_size(item.group)
-    if size == 1:
-        return [local]
-    parts = [torch.empty_like(local) for _ in range(size)]
-    dist.all_gather(parts, local, group=item.group)
-    return parts if _is_owner(item) else []
+def _write(directory: Path, jobs: list[Job], files: list[tuple[str, list[TensorHeader]]]) -> list[WrittenFile]:
+    """Run all jobs, those of other owners too. A rank that can't write goes on handing its parts to the others."""
+    written: list[WrittenFile] = []
+    waiting, failure, writer = list(files), None, None
+    for job in jobs:
+        for name, block in job.blocks():
+            if failure is not None:
+                continue
+            try:
+                writer = writer or SafetensorsWriter(directory / waiting[0][0], waiting.pop(0)[1])
+                writer.write(name, block)
+                if writer.is_complete:
+                    written.append(writer.close())
+                    writer = None
+            except Exception as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    return written
 
 
 def _finish(
-    partial: Path, template: Path, dtype: torch.dtype, maps: list[dict[str, str]], chunk: Module
+    partial: Path, template: Path, dtype: torch.dtype, headers: list[list[tuple[str, str, int]]]
 ) -> list[WrittenFile]:
     """Write the index and take over the settings of the template; returns these files."""
-    weight_map = {tensor: file for of_rank in maps for tensor, file in of_rank.items()}
-    total = sum((partial / file).stat().st_size for file in set(weight_map.values()))
+    tensors = [entry for of_rank in headers for entry in of_rank]
+    total = sum(size for _, _, size in tensors)
+    weight_map = {name: file for file, name, _ in tensors}
     atomic.write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     names = {path.name for pattern in TEMPLATE_PATTERNS for path in template.glob(pattern)}
-    for name in sorted(names - {INDEX_FILE, "config.json"}):
+    for name in sorted(names - {INDEX_FILE, CONFIG_FILE}):
         shutil.copyfile(template / name, partial / name)
-    settings = json.loads((template / "config.json").read_text())
-    name = str(dtype).removeprefix("torch.")
-    settings.update({key: name for key in ("dtype", "torch_dtype") if key in settings})
-    atomic.write_json(partial / "config.json", settings)
+    settings = json.loads((template / CONFIG_FILE).read_text())
+    _set_type(settings, str(dtype).removeprefix("torch."))
+    atomic.write_json(partial / CONFIG_FILE, settings)
     return [
         WrittenFile(path.name, path.stat().st_size, atomic.sha256_file(path))
         for path in sorted(partial.iterdir())
         if path.suffix != ".safetensors"
     ]
+
+
+def _set_type(settings: dict[str, Any], dtype: str) -> None:
+    """State the type of the weights wherever the template states one for the language model."""
+    for part in (settings, settings.get(NESTED_CONFIG)):
+        if isinstance(part, dict):
+            part.update({key: dtype for key in ("dtype", "torch_dtype") if key in part})

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_t1 import atomic
+from megatron_t1.config.families import family_problems
 from megatron_t1.config.schema import ArchitectureConfig, ModelConfig
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.model.initial_tokenizer import END_OF_TEXT, END_OF_TURN, chat_template, train_tokenizer
+from megatron_t1.model.initial_weights import write_weights
 
 VOCAB_MULTIPLE = 64  # vLLM's CPU kernels and tensor parallelism want round embedding shapes
 DTYPES = ("float32", "bfloat16")
@@ -72,7 +74,7 @@ def create_initial_model(out_dir: str | Path, config: ModelConfig, seed: int, co
         atomic.write_json(
             temporary / "generation_config.json", {"eos_token_id": [end_of_turn], "pad_token_id": end_of_text}
         )
-        _write_weights(temporary / "model.safetensors", architecture, config.dtype, vocab_size, seed)
+        write_weights(temporary / "model.safetensors", architecture, config.dtype, vocab_size, seed)
         atomic.fsync_path(temporary)
         if out.exists():
             out.rmdir()
@@ -85,11 +87,9 @@ def create_initial_model(out_dir: str | Path, config: ModelConfig, seed: int, co
 
 
 def architecture_problems(architecture: ArchitectureConfig, dtype: str) -> list[str]:
-    """Why no Qwen3-MoE start model can be made of these numbers; empty when one can."""
+    """Why no start model can be made of these numbers; empty when one can."""
     a = architecture
-    problems = []
-    if a.family != "qwen3_moe":
-        problems.append(f"family {a.family!r}: a random start model exists for qwen3_moe only")
+    problems = family_problems(a)
     if dtype not in DTYPES:
         problems.append(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
     for name in (
@@ -112,31 +112,26 @@ def architecture_problems(architecture: ArchitectureConfig, dtype: str) -> list[
         problems.append(f"head_dim {a.head_dim} is odd: rotary embeddings need pairs")
     if a.vocab_size % VOCAB_MULTIPLE:
         problems.append(f"vocab_size {a.vocab_size} isn't a multiple of {VOCAB_MULTIPLE}")
-    if a.shared_expert_intermediate_size:
-        problems.append("shared_expert_intermediate_size: qwen3_moe has no shared expert")
+    if a.mtp_num_hidden_layers:
+        problems.append("mtp_num_hidden_layers: a start model has no multi-token prediction")
     return problems
 
 
 def hf_config(a: ArchitectureConfig, dtype: str, vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
-    """config.json of a Qwen3MoeForCausalLM, with the names of the published checkpoints."""
+    """config.json of a Qwen3MoeForCausalLM or a Qwen3_5MoeForCausalLM, with the names of the published checkpoints."""
     return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+        **(_hybrid_settings(a) if a.family == "qwen3_5_moe" else _full_attention_settings(a)),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": None,
-        "decoder_sparse_step": 1,
         "dtype": dtype,
         "eos_token_id": eos_id,
         "head_dim": a.head_dim,
         "hidden_act": "silu",
         "hidden_size": a.hidden_size,
         "initializer_range": a.initializer_range,
-        "intermediate_size": a.intermediate_size,
         "max_position_embeddings": a.max_position_embeddings,
-        "mlp_only_layers": [],
         "moe_intermediate_size": a.moe_intermediate_size,
-        "norm_topk_prob": True,
         "num_attention_heads": a.num_attention_heads,
         "num_experts": a.num_experts,
         "num_experts_per_tok": a.num_experts_per_tok,
@@ -145,64 +140,56 @@ def hf_config(a: ArchitectureConfig, dtype: str, vocab_size: int, eos_id: int, p
         "output_router_logits": False,
         "pad_token_id": pad_id,
         "rms_norm_eps": a.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": a.rope_theta,
         "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
         "tie_word_embeddings": a.tie_word_embeddings,
         "torch_dtype": dtype,
         "use_cache": True,
-        "use_sliding_window": False,
         "vocab_size": vocab_size,
     }
 
 
-def tensor_shapes(a: ArchitectureConfig, vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the checkpoint, in a fixed order, one tensor per expert and projection."""
-    hidden, query, key = a.hidden_size, a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    yield "model.embed_tokens.weight", (vocab_size, hidden)
-    for layer in range(a.num_hidden_layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.self_attn.q_proj.weight", (query, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", (key, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", (key, hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, query)
-        yield f"{prefix}.self_attn.q_norm.weight", (a.head_dim,)
-        yield f"{prefix}.self_attn.k_norm.weight", (a.head_dim,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield f"{prefix}.mlp.gate.weight", (a.num_experts, hidden)
-        for expert in range(a.num_experts):
-            yield f"{prefix}.mlp.experts.{expert}.gate_proj.weight", (a.moe_intermediate_size, hidden)
-            yield f"{prefix}.mlp.experts.{expert}.up_proj.weight", (a.moe_intermediate_size, hidden)
-            yield f"{prefix}.mlp.experts.{expert}.down_proj.weight", (hidden, a.moe_intermediate_size)
-    yield "model.norm.weight", (hidden,)
-    if not a.tie_word_embeddings:
-        yield "lm_head.weight", (vocab_size, hidden)
+def _full_attention_settings(a: ArchitectureConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "intermediate_size": a.intermediate_size,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rope_scaling": None,
+        "rope_theta": a.rope_theta,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
 
 
-def _write_weights(path: Path, a: ArchitectureConfig, dtype: str, vocab_size: int, seed: int) -> None:
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    tensors = {}
-    for name, shape in tensor_shapes(a, vocab_size):
-        if len(shape) == 1:  # the norms
-            tensor = torch.ones(shape)
-        else:
-            tensor = torch.empty(shape).normal_(0.0, a.initializer_range, generator=generator)
-        tensors[name] = tensor.to(getattr(torch, dtype))
-    try:
-        save_file(tensors, str(path), metadata={"format": "pt"})
-    except SafetensorError as error:  # how the library wraps what the disk says
-        raise T1Error(
-            f"the weights can't be written: {error}",
-            where=str(path),
-            remedy="free some space, or name another directory",
-        ) from error
-    atomic.fsync_path(path)
+def _hybrid_settings(a: ArchitectureConfig) -> dict[str, Any]:
+    pairs = int(a.head_dim * a.partial_rotary_factor) // 2
+    return {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "attn_output_gate": True,
+        "full_attention_interval": a.full_attention_interval,
+        "layer_types": [
+            "linear_attention" if (layer + 1) % a.full_attention_interval else "full_attention"
+            for layer in range(a.num_hidden_layers)
+        ],
+        "linear_conv_kernel_dim": a.linear_conv_kernel_dim,
+        "linear_key_head_dim": a.linear_key_head_dim,
+        "linear_num_key_heads": a.linear_num_key_heads,
+        "linear_num_value_heads": a.linear_num_value_heads,
+        "linear_value_head_dim": a.linear_value_head_dim,
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": a.rope_theta,
+            "partial_rotary_factor": a.partial_rotary_factor,
+            # Which rotary pairs stand for time, height and width; a text has one position in all three.
+            "mrope_section": [pairs // 3 + (axis < pairs % 3) for axis in range(3)],
+            "mrope_interleaved": True,
+        },
+        "shared_expert_intermediate_size": a.shared_expert_intermediate_size,
+    }
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -1,187 +1,86 @@
-"""Which Hugging Face tensors each Megatron parameter is made of, and how. One table for a family; Qwen3-MoE here.
+"""Which Hugging Face tensors each Megatron parameter is made of. Families: Qwen3-MoE and Qwen3.5-MoE.
 
-A *packing* knows how the tensors of one parameter are cut over tensor-parallel ranks and laid out in it, in both
-directions. Names of the local and of the Transformer Engine layer spec are both in the table.
+`WeightMapping` is the table of one architecture; `packing` knows how tensors are laid out in a parameter. Parameter
+names of the local and of the Transformer Engine layer specs are both in the table. Norms of a Qwen3.5 model are
+zero-centred in Megatron (computed as 1 + weight), as Transformer Engine's under `layernorm_zero_centered_gamma`, also
+the output norm of the gated delta net, whose stored weight is not.
 
-Shapes: H hidden, I expert intermediate, V vocabulary, A query heads, G key/value heads, D head size.
+Shapes: H hidden, I expert intermediate, V vocabulary, A query heads, G key/value heads, D head size; of the gated delta
+net K = key heads * size, U = value heads, W = U * size, C the convolution's width.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from megatron_t1.config.schema import ArchitectureConfig
+from megatron_t1.model.names import HEAD_TENSOR, CheckpointNames, carried_part
+from megatron_t1.model.packing import Columns, GroupedQkv, Packing, Rows, Shape, Stacked, Whole
 
-Shape = tuple[int, ...]
-Read = Callable[[int, int, int, int], Tensor]  # (tensor of the parameter, dimension, first, last) -> slice
-
-
-class Packing(Protocol):
-    @property
-    def shapes(self) -> list[Shape]:
-        """Full shapes of the Hugging Face tensors, in the order of the table."""
-
-    def pack(self, read: Read, rank: int, size: int) -> Tensor:
-        """The parameter of tensor-parallel rank `rank` of `size`."""
-
-    def unpack(self, shards: list[Tensor]) -> list[Tensor]:
-        """The Hugging Face tensors, from the parameters of all ranks in rank order."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """The same on every rank (norms, router)."""
-
-    shape: Shape
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return [self.shape]
-
-    def pack(self, read: Read, rank: int, size: int) -> Tensor:
-        return read(0, 0, 0, self.shape[0])
-
-    def unpack(self, shards: list[Tensor]) -> list[Tensor]:
-        return [shards[0]]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Cut along dimension 0, padded with zero rows so that every rank has the same number (embedding, output).
-
-    Attributes:
-        padded: rows of all ranks together; 0: as few as the ranks allow.
-    """
-
-    shape: Shape
-    padded: int = 0
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return [self.shape]
-
-    def pack(self, read: Read, rank: int, size: int) -> Tensor:
-        rows, real = -(-max(self.shape[0], self.padded) // size), self.shape[0]
-        part = read(0, 0, min(rank * rows, real), min((rank + 1) * rows, real))
-        return torch.cat([part, part.new_zeros(rows - part.shape[0], *self.shape[1:])])
-
-    def unpack(self, shards: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(shards)[: self.shape[0]]]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Cut along dimension 1 (attention output, expert down projection)."""
-
-    shape: Shape
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return [self.shape]
-
-    def pack(self, read: Read, rank: int, size: int) -> Tensor:
-        columns = self.shape[1] // size
-        return read(0, 1, rank * columns, (rank + 1) * columns)
-
-    def unpack(self, shards: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(shards, dim=1)]
-
-
-@dataclass(frozen=True)
-class Gated:
-    """gate [I, H] over up [I, H], each cut along dimension 0."""
-
-    intermediate: int
-    hidden: int
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return [(self.intermediate, self.hidden)] * 2
-
-    def pack(self, read: Read, rank: int, size: int) -> Tensor:
-        rows = self.intermediate // size
-        return torch.cat([read(part, 0, rank * rows, (rank + 1) * rows) for part in (0, 1)])
-
-    def unpack(self, shards: list[Tensor]) -> list[Tensor]:
-        halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
-
-
-@dataclass(frozen=True)
-class GroupedQkv:
-    """q [A*D, H], k [G*D, H], v [G*D, H] as [q heads of group 0 | k 0 | v 0 | q heads of group 1 ...], cut by group."""
-
-    heads: int
-    groups: int
-    head_dim: int
-    hidden: int
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return [(count * self.head_dim, self.hidden) for count in (self.heads, self.groups, self.groups)]
-
-    @property
-    def _rows(self) -> list[int]:
-        """Rows of q, k and v in one group."""
-        return [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
-
-    def pack(self, read: Read, rank: int, size: int) -> Tensor:
-        groups = self.groups // size
-        parts = []
-        for part, rows in enumerate(self._rows):
-            first = rank * groups * rows
-            parts.append(read(part, 0, first, first + groups * rows).reshape(groups, rows, self.hidden))
-        return torch.cat(parts, dim=1).reshape(-1, self.hidden)
-
-    def unpack(self, shards: list[Tensor]) -> list[Tensor]:
-        grouped = torch.cat(shards).reshape(self.groups, sum(self._rows), self.hidden)
-        return [part.reshape(-1, self.hidden) for part in grouped.split(self._rows, dim=1)]
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)\.weight|(\w+)\.weight(\d+))")
+_FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one Megatron parameter comes from."""
+    """Where one Megatron parameter comes from.
 
-    names: tuple[str, ...]  # Hugging Face tensors, in the packing's order
+    Attributes:
+        names: Hugging Face tensors, in the packing's order.
+        is_expert: cut over the expert-tensor-parallel group, and held by one expert-parallel rank.
+        slot: which row of the first dimension, of a tensor that holds `slots` experts; None for tensors of its own.
+    """
+
+    names: tuple[str, ...]
     packing: Packing
-    is_expert: bool = False  # cut over the expert-tensor-parallel group, and held by one expert-parallel rank
+    is_expert: bool = False
+    slot: int | None = None
+    slots: int = 1
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Of the tensors as they are stored, in the order of `names`."""
+        return [shape if self.slot is None else (self.slots, *shape) for shape in self.packing.shapes]
 
 
-class Qwen3MoeMapping:
-    """The table of one architecture. Layer and expert numbers given to it are global and start at 0."""
+@dataclass(frozen=True)
+class _Entry:
+    """One line of the table: a parameter's name in the local spec, the other in Transformer Engine's where it differs,
+    and the tensors it is made of; "{}" stands for an expert's number."""
 
-    def __init__(self, architecture: ArchitectureConfig):
-        a = self.architecture = architecture
-        hidden, head = (a.hidden_size,), (a.head_dim,)
-        self._model: dict[str, tuple[str, Packing]] = {
-            "embedding.word_embeddings.weight": ("model.embed_tokens.weight", Rows((a.vocab_size, a.hidden_size))),
-            "decoder.final_layernorm.weight": ("model.norm.weight", Whole(hidden)),
-            "output_layer.weight": ("lm_head.weight", Rows((a.vocab_size, a.hidden_size))),
+    parameter: str
+    tensors: tuple[str, ...]
+    packing: Packing
+    fused_parameter: str = ""
+
+
+def layer_types(architecture: ArchitectureConfig) -> list[str]:
+    """Of each layer, as Hugging Face calls them: "full_attention" or "linear_attention" (gated delta net)."""
+    interval = max(1, architecture.full_attention_interval)
+    return [_LINEAR if (layer + 1) % interval else _FULL for layer in range(architecture.num_hidden_layers)]
+
+
+class WeightMapping:
+    """The table of one architecture. Layer and expert numbers given to it are global and start at 0.
+
+    Args:
+        names: how the checkpoint calls its tensors; by default a text model's, with one tensor for each expert matrix.
+    """
+
+    def __init__(self, architecture: ArchitectureConfig, names: CheckpointNames | None = None):
+        self.architecture, self.names = architecture, names or CheckpointNames()
+        self.layer_types = layer_types(architecture)
+        self._model = _model_entries(architecture)
+        self._layer = {
+            _FULL: _attention_entries(architecture) + _moe_entries(architecture),
+            _LINEAR: _delta_net_entries(architecture) + _moe_entries(architecture),
         }
-        qkv = GroupedQkv(a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.hidden_size)
-        self._layer: dict[str, tuple[tuple[str, ...], Packing]] = {
-            "input_layernorm.weight": (("input_layernorm.weight",), Whole(hidden)),
-            "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), Whole(hidden)),
-            "self_attention.linear_qkv.weight": (tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), qkv),
-            "self_attention.linear_proj.weight": (
-                ("self_attn.o_proj.weight",),
-                Columns((a.hidden_size, a.num_attention_heads * a.head_dim)),
-            ),
-            "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), Whole(head)),
-            "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), Whole(head)),
-            "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), Whole(hidden)),
-            "mlp.router.weight": (("mlp.gate.weight",), Whole((a.num_experts, a.hidden_size))),
-        }
-        self._expert: dict[str, tuple[tuple[str, ...], Packing]] = {
-            "linear_fc1": (("gate_proj.weight", "up_proj.weight"), Gated(a.moe_intermediate_size, a.hidden_size)),
-            "linear_fc2": (("down_proj.weight",), Columns((a.hidden_size, a.moe_intermediate_size))),
-        }
+        self._expert = _expert_entries(architecture, self.names.fused_experts)
+        self._by_name = {kind: _by_parameter(entries) for kind, entries in self._layer.items()}
+        self._model_by_name = _by_parameter(self._model)
+        self._expert_by_name = _by_parameter(self._expert)
 
     def source(self, name: str, layer: int, first_expert: int) -> Source | None:
         """Where the parameter `name` of a chunk comes from; None when the table doesn't know it.
@@ -191,35 +90,166 @@ class Qwen3MoeMapping:
             layer: global number of the decoder layer it belongs to (ignored outside the decoder layers).
             first_expert: global number of this rank's first expert.
         """
-        if name in self._model:
-            tensor, packing = self._model[name]
-            return Source((tensor,), packing)
+        if name in self._model_by_name:
+            return self._model_source(self._model_by_name[name])
         match = re.fullmatch(r"decoder\.layers\.\d+\.(.+)", name)
-        if match is None:
+        if match is None or not 0 <= layer < len(self.layer_types):
             return None
-        prefix = f"model.layers.{layer}."
-        expert = re.fullmatch(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)\.weight|(\w+)\.weight(\d+))", match[1])
-        if expert is not None:
+        if expert := _EXPERT.fullmatch(match[1]):
             number, part = int(expert[1] or expert[4] or 0), expert[2] or expert[3]
-            if part not in self._expert:
-                return None
-            names, packing = self._expert[part]
-            return Source(tuple(f"{prefix}mlp.experts.{first_expert + number}.{n}" for n in names), packing, True)
-        if match[1] not in self._layer:
-            return None
-        names, packing = self._layer[match[1]]
-        return Source(tuple(prefix + n for n in names), packing)
+            entry = self._expert_by_name.get(part)
+            return None if entry is None else self._expert_source(entry, layer, first_expert + number)
+        entry = self._by_name[self.layer_types[layer]].get(match[1])
+        return None if entry is None else self._layer_source(entry, layer)
+
+    def parameters(self, layers: range, experts: range) -> Iterator[tuple[str, Source]]:
+        """Parameters, under the local spec's names, of a model part that holds these layers and experts.
+
+        The embedding belongs to the first layer, final norm and projection (also of a tied model) to the last. Layers
+        and experts are numbered from 0 in the names, as a chunk does.
+        """
+        for entry in self._model:
+            first = entry.parameter.startswith("embedding.")
+            if (0 if first else self.architecture.num_hidden_layers - 1) in layers:
+                yield entry.parameter, self._model_source(entry)
+        for number, layer in enumerate(layers):
+            prefix = f"decoder.layers.{number}."
+            for entry in self._layer[self.layer_types[layer]]:
+                yield prefix + entry.parameter, self._layer_source(entry, layer)
+            for local, expert in enumerate(experts):
+                for entry in self._expert:
+                    name = f"{prefix}mlp.experts.local_experts.{local}.{entry.parameter}.weight"
+                    yield name, self._expert_source(entry, layer, expert)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Every tensor a complete checkpoint has, lm_head included, with its shape."""
-        for name, packing in self._model.values():
-            yield name, packing.shapes[0]
-        seen = {names: packing for names, packing in self._layer.values()}
-        for layer in range(self.architecture.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            for names, packing in seen.items():
-                yield from ((prefix + name, shape) for name, shape in zip(names, packing.shapes, strict=True))
-            for expert in range(self.architecture.num_experts):
-                for names, packing in self._expert.values():
-                    for name, shape in zip(names, packing.shapes, strict=True):
-                        yield f"{prefix}mlp.experts.{expert}.{name}", shape
+        """Every tensor that a complete checkpoint has for this model, lm_head included, with its shape."""
+        for entry in self._model:
+            yield from _named_shapes(self._model_source(entry))
+        for layer, kind in enumerate(self.layer_types):
+            for entry in self._layer[kind]:
+                yield from _named_shapes(self._layer_source(entry, layer))
+            for expert in range(1 if self.names.fused_experts else self.architecture.num_experts):
+                for entry in self._expert:
+                    yield from _named_shapes(self._expert_source(entry, layer, expert))
+
+    def keeps_storage_type(self, tensor: str) -> bool:
+        """Whether a tensor stays in the type it is published in, fp32, whatever the type of the model."""
+        return tensor.endswith((".linear_attn.A_log", ".linear_attn.norm.weight"))
+
+    def is_carried(self, tensor: str) -> bool:
+        """Whether a tensor belongs to a part of such checkpoints that training doesn't touch."""
+        return self.architecture.family == "qwen3_5_moe" and bool(carried_part(tensor))
+
+    def _model_source(self, entry: _Entry) -> Source:
+        (tensor,) = entry.tensors
+        return Source((tensor if tensor == HEAD_TENSOR else self.names.prefix + tensor,), entry.packing)
+
+    def _layer_source(self, entry: _Entry, layer: int) -> Source:
+        return Source(tuple(f"{self.names.prefix}layers.{layer}.{tensor}" for tensor in entry.tensors), entry.packing)
+
+    def _expert_source(self, entry: _Entry, layer: int, expert: int) -> Source:
+        prefix = f"{self.names.prefix}layers.{layer}.mlp.experts."
+        names = tuple(prefix + tensor.format(expert) for tensor in entry.tensors)
+        if self.names.fused_experts:
+            return Source(names, entry.packing, True, expert, self.architecture.num_experts)
+        return Source(names, entry.packing, True)
+
+
+def _named_shapes(source: Source) -> Iterator[tuple[str, Shape]]:
+    yield from zip(source.names, source.shapes, strict=True)
+
+
+def _by_parameter(entries: list[_Entry]) -> dict[str, _Entry]:
+    return {name: entry for entry in entries for name in (entry.parameter, entry.fused_parameter) if name}
+
+
+def _model_entries(a: ArchitectureConfig) -> list[_Entry]:
+    vocabulary = Rows((a.vocab_size, a.hidden_size))
+    return [
+        _Entry("embedding.word_embeddings.weight", ("embed_tokens.weight",), vocabulary),
+        _Entry("decoder.final_layernorm.weight", ("norm.weight",), Whole((a.hidden_size,))),
+        _Entry("output_layer.weight", (HEAD_TENSOR,), vocabulary),
+    ]
+
+
+def _attention_entries(a: ArchitectureConfig) -> list[_Entry]:
+    gated = a.family == "qwen3_5_moe"
+    qkv = GroupedQkv(a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.hidden_size, gated)
+    norm, head_norm = Whole((a.hidden_size,)), Whole((a.head_dim,))
+    output = Columns((a.hidden_size, a.num_attention_heads * a.head_dim))
+    return [
+        _Entry(
+            "input_layernorm.weight", ("input_layernorm.weight",), norm, "self_attention.linear_qkv.layer_norm_weight"
+        ),
+        _Entry("self_attention.linear_qkv.weight", tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), qkv),
+        _Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), output),
+        _Entry("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), head_norm),
+        _Entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), head_norm),
+    ]
+
+
+def _delta_net_entries(a: ArchitectureConfig) -> list[_Entry]:
+    """in_proj of a rank is [its q | its k | its v | its gate z | its beta b | its decay a], its conv1d [q | k | v].
+
+    Sources: core's GatedDeltaNet.forward and transformers' Qwen3_5MoeGatedDeltaNet.forward.
+    """
+    keys, heads = a.linear_num_key_heads * a.linear_key_head_dim, a.linear_num_value_heads
+    values, hidden = heads * a.linear_value_head_dim, (a.hidden_size,)
+    qkv, per_head = (keys, keys, values), Stacked(((heads,),), ())
+    return [
+        _Entry(
+            "input_layernorm.weight",
+            ("input_layernorm.weight",),
+            Whole(hidden),
+            "self_attention.in_proj.layer_norm_weight",
+        ),
+        _Entry(
+            "self_attention.in_proj.weight",
+            tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+            Stacked((qkv, (values,), (heads,), (heads,)), hidden),
+        ),
+        _Entry(
+            "self_attention.conv1d.weight",
+            ("linear_attn.conv1d.weight",),
+            Stacked((qkv,), (1, a.linear_conv_kernel_dim)),
+        ),
+        _Entry("self_attention.A_log", ("linear_attn.A_log",), per_head),
+        _Entry("self_attention.dt_bias", ("linear_attn.dt_bias",), per_head),
+        _Entry(
+            "self_attention.out_norm.weight",
+            ("linear_attn.norm.weight",),
+            Whole((a.linear_value_head_dim,), offset=-1.0),
+        ),
+        _Entry("self_attention.out_proj.weight", ("linear_attn.out_proj.weight",), Columns((a.hidden_size, values))),
+    ]
+
+
+def _moe_entries(a: ArchitectureConfig) -> list[_Entry]:
+    entries = [
+        _Entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole((a.hidden_size,))),
+        _Entry("mlp.router.weight", ("mlp.gate.weight",), Whole((a.num_experts, a.hidden_size))),
+    ]
+    if shared := a.shared_expert_intermediate_size:
+        parts = ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
+        stacked = Stacked(((shared,), (shared,)), (a.hidden_size,))
+        down = ("mlp.shared_expert.down_proj.weight",)
+        entries += [
+            _Entry("mlp.shared_experts.linear_fc1.weight", parts, stacked),
+            _Entry("mlp.shared_experts.linear_fc2.weight", down, Columns((a.hidden_size, shared))),
+            _Entry("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), Whole((1, a.hidden_size))),
+        ]
+    return entries
+
+
+def _expert_entries(a: ArchitectureConfig, fused: bool) -> list[_Entry]:
+    rows, hidden = a.moe_intermediate_size, (a.hidden_size,)
+    down = Columns((a.hidden_size, rows))
+    if fused:
+        return [
+            _Entry("linear_fc1", ("gate_up_proj",), Stacked(((rows, rows),), hidden)),
+            _Entry("linear_fc2", ("down_proj",), down),
+        ]
+    return [
+        _Entry("linear_fc1", ("{}.gate_proj.weight", "{}.up_proj.weight"), Stacked(((rows,), (rows,)), hidden)),
+        _Entry("linear_fc2", ("{}.down_proj.weight",), down),
+    ]

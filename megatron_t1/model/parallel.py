@@ -10,7 +10,10 @@ import datetime
 import os
 import re
 from dataclasses import dataclass
+from importlib import metadata
 
+from megatron_t1.config.families import core_problems
+from megatron_t1.config.layout_rules import layout_problems
 from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.model.backend import Backend
@@ -80,74 +83,6 @@ def first_host(nodelist: str) -> str:
     return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
 
 
-def layout_problems(
-    layout: LayoutConfig, world_size: int, *, backend: str = "cuda", architecture: ArchitectureConfig | None = None
-) -> list[str]:
-    """Everything that can't work or is known to compute wrong results, one sentence each; empty when all is well."""
-    sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-    wrong = [
-        f"layout.{name} is {getattr(layout, name)}; it must be at least 1"
-        for name in sizes
-        if getattr(layout, name) < 1
-    ]
-    for name, known in (("dispatcher", ("alltoall", "allgather")), ("recompute", ("none", "full", "moe"))):
-        if getattr(layout, name) not in known:
-            wrong.append(f"layout.{name} is {getattr(layout, name)!r}; known: {', '.join(known)}")
-    if wrong:
-        return wrong
-    dense = layout.tensor * layout.pipeline * layout.context
-    sparse = layout.expert_tensor * layout.expert * layout.pipeline
-    for product, names in ((dense, "tensor * pipeline * context"), (sparse, "expert_tensor * expert * pipeline")):
-        if world_size % product:
-            wrong.append(
-                f"{world_size} processes can't be divided by {names} = {product}; "
-                f"nearest world sizes that can: {_nearest(world_size, dense, sparse)}"
-            )
-    if layout.expert == 1 and layout.expert_tensor != layout.tensor:
-        wrong.append(
-            f"layout.tensor={layout.tensor} with expert=1 and expert_tensor={layout.expert_tensor} trains wrong: cores "
-            "before 0.19 then sum the experts' gradients over the ranks of the dense layers; "
-            f"set layout.expert_tensor={layout.tensor}, or layout.expert > 1"
-        )
-    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
-        wrong.append("layout.virtual_pipeline > 1 needs layout.pipeline > 1")
-    if backend == "cpu" and layout.dispatcher == "alltoall" and layout.expert > 1 and layout.expert_tensor > 1:
-        wrong.append(
-            "gloo has no uneven all-gather, which alltoall needs with expert and expert_tensor > 1; "
-            "set layout.dispatcher=allgather"
-        )
-    if backend == "cpu" and layout.distributed_optimizer:
-        wrong.append(
-            "layout.distributed_optimizer can't be checkpointed without Transformer Engine; set it to false on CPU"
-        )
-    return wrong + ([] if architecture is None else _architecture_problems(layout, architecture))
-
-
-def _architecture_problems(layout: LayoutConfig, architecture: ArchitectureConfig) -> list[str]:
-    stages = layout.pipeline * layout.virtual_pipeline
-    divisions = [
-        ("num_attention_heads", architecture.num_attention_heads, "tensor", layout.tensor),
-        ("num_key_value_heads", architecture.num_key_value_heads, "tensor", layout.tensor),
-        ("num_experts", architecture.num_experts, "expert", layout.expert),
-        ("moe_intermediate_size", architecture.moe_intermediate_size, "expert_tensor", layout.expert_tensor),
-        ("num_hidden_layers", architecture.num_hidden_layers, "pipeline * virtual_pipeline", stages),
-    ]
-    return [
-        f"architecture.{name}={value} can't be divided by layout.{axis}={size}"
-        for name, value, axis, size in divisions
-        if value % size
-    ]
-
-
-def _nearest(world_size: int, *products: int) -> str:
-    """The next smaller and next larger world size that every product divides."""
-    import math
-
-    step = math.lcm(*products)
-    below = world_size // step * step
-    return " and ".join(str(size) for size in (below, below + step) if size > 0)
-
-
 def initialize_parallel(
     layout: LayoutConfig,
     backend: Backend,
@@ -170,7 +105,9 @@ def initialize_parallel(
         T1Error: the processes didn't find each other in time.
     """
     meeting = rendezvous_from_environment()
-    wrong = layout_problems(layout, meeting.world_size, backend=backend.name, architecture=architecture)
+    wrong = layout_problems(layout, architecture, processes=meeting.world_size, backend=backend.name)
+    if architecture is not None:
+        wrong += core_problems(architecture, layout, metadata.version("megatron-core"))
     if wrong:
         raise ConfigError("the parallel layout can't be used:\n  - " + "\n  - ".join(wrong), where="layout")
     backend.prepare()
@@ -189,7 +126,7 @@ def initialize_parallel(
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=timeout_s / 60,  # Megatron makes a timedelta of it
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,13 +1,18 @@
-"""Refuse a pickle that could run code: names of everything it would import are compared with a list of allowed ones.
+"""Refuse a torch_dist checkpoint that could run code. It holds three kinds of pickles, each checked before it is read.
 
-torch reads a checkpoint's `.metadata` with the plain pickle module, so the file is checked before torch sees it. The
-check only walks the opcodes; nothing is built.
+`.metadata` is read by torch with the plain pickle module: the names of everything it would import are compared with a
+list of allowed ones, by a walk over the opcodes that builds nothing. `common.pt` and objects among the shards, which
+torch reads without restriction in some versions and places, must load with torch's restricted unpickler first.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import pickletools
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from megatron_t1.errors import IncompleteError, T1Error
 
@@ -93,6 +98,61 @@ def require_harmless_pickle(path: Path) -> None:
             where=str(path),
             remedy="don't load checkpoints from an untrusted source",
         )
+
+
+def require_harmless_checkpoint(directory: Path, known: Collection[str]) -> None:
+    """Raise unless everything in a torch_dist checkpoint can be loaded without running code.
+
+    Args:
+        known: names of the checkpoint's files; its metadata may refer to no other.
+
+    Raises:
+        IncompleteError: a file isn't readable.
+        T1Error: a file would import what it shouldn't, or the metadata refers to a file elsewhere.
+    """
+    import torch
+
+    require_harmless_pickle(directory / ".metadata")
+    if (directory / "common.pt").exists():
+        _require_plain_objects((directory / "common.pt").read_bytes(), directory / "common.pt")
+    with open(directory / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    stored = getattr(metadata, "storage_data", None) or {}
+    foreign = sorted({str(info.relative_path) for info in stored.values()} - set(known))
+    if foreign:
+        raise T1Error(
+            f"the checkpoint's metadata refers to {', '.join(foreign[:5])}, which is none of its files",
+            where=str(directory / ".metadata"),
+            remedy="don't load checkpoints from an untrusted source",
+        )
+    objects = torch.distributed.checkpoint.metadata.BytesStorageMetadata
+    for index, info in stored.items():
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), objects):
+            _require_plain_objects(_part(directory / info.relative_path, info), directory / info.relative_path)
+
+
+def _part(path: Path, info: Any) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(info.offset)
+        return file.read(info.length)
+
+
+def _require_plain_objects(data: bytes, path: Path) -> None:
+    """Tensors, numbers, text and containers of them, by torch's restricted unpickler."""
+    import torch
+
+    try:
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise T1Error(
+            f"the checkpoint's objects are refused: {str(error).splitlines()[0]}",
+            where=str(path),
+            remedy="don't load checkpoints from an untrusted source",
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise IncompleteError(
+            f"the checkpoint's objects can't be read: {error}", where=str(path), remedy="load an older checkpoint"
+        ) from error
 
 
 def _is_dtype(module: str, name: str) -> bool:

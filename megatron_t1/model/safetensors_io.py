@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,11 +16,37 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_t1.errors import IncompleteError, MismatchError
+from megatron_t1.model.weight_files import INDEX_FILE, SINGLE_FILE, read_index
 from megatron_t1.phase import WrittenFile
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+TRAINED_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what weights are trained in
+CODES = {
+    **TRAINED_CODES,
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TYPES = {code: dtype for dtype, code in CODES.items()}
+BLOCK_ELEMENTS = 1 << 24  # converted, hashed and written at a time
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class SafetensorsDirectory:
@@ -44,13 +72,7 @@ class SafetensorsDirectory:
     def _find(self) -> dict[str, str]:
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if index.is_file():
-            try:
-                files = dict(json.loads(index.read_text())["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise IncompleteError(f"the index of the weights can't be read: {error!r}", where=str(index)) from error
-            outside = sorted({name for name in files.values() if Path(name).name != name})
-            if outside:
-                raise IncompleteError(f"the index names files outside its directory: {outside[:3]}", where=str(index))
+            files = read_index(self.directory)
             stored = {name: file for file in sorted(set(files.values())) for name in self._file(file).keys()}
             wrong = sorted(name for name in files.keys() | stored.keys() if files.get(name) != stored.get(name))
             if wrong:
@@ -84,41 +106,79 @@ class SafetensorsDirectory:
     def shape(self, tensor: str) -> tuple[int, ...]:
         return tuple(self._file(self.files[tensor]).get_slice(tensor).get_shape())
 
-    def require_float(self, tensor: str) -> None:
-        """Raise MismatchError when the tensor isn't stored in fp32, bf16 or fp16 (quantised checkpoints)."""
-        code = self._file(self.files[tensor]).get_slice(tensor).get_dtype()
-        if code not in CODES.values():
-            raise MismatchError(
-                f"{tensor} is stored as {code}; training loads {', '.join(CODES.values())}",
-                where=str(self.directory / self.files[tensor]),
-                remedy="start from an unquantised checkpoint",
-            )
+    def header(self, tensor: str) -> TensorHeader:
+        """Shape and type of a tensor.
 
-    def read(self, tensor: str, dimension: int, first: int, last: int) -> Tensor:
-        """Rows (dimension 0) or columns (dimension 1) first..last of a tensor; only they are read from disk."""
+        Raises:
+            MismatchError: a type that isn't known here.
+        """
+        code = self._file(self.files[tensor]).get_slice(tensor).get_dtype()
+        if code not in _TYPES:
+            raise self._type_error(tensor, code)
+        return TensorHeader(tensor, self.shape(tensor), _TYPES[code])
+
+    def trained_type(self, tensor: str) -> torch.dtype:
+        """The type a tensor is stored in.
+
+        Raises:
+            MismatchError: it isn't fp32, bf16 or fp16 (quantised checkpoints).
+        """
+        dtype = self.header(tensor).dtype
+        if dtype not in TRAINED_CODES:
+            raise self._type_error(tensor, CODES[dtype])
+        return dtype
+
+    def _type_error(self, tensor: str, code: str) -> MismatchError:
+        return MismatchError(
+            f"{tensor} is stored as {code}; training loads {', '.join(TRAINED_CODES.values())}",
+            where=str(self.directory / self.files[tensor]),
+            remedy="start from an unquantised checkpoint",
+        )
+
+    def blocks(self, tensor: str) -> Iterator[Tensor]:
+        """A whole tensor, in blocks of rows of a bounded size."""
         view = self._file(self.files[tensor]).get_slice(tensor)
-        return view[first:last] if dimension == 0 else view[:, first:last]
+        shape = view.get_shape()
+        if not shape:
+            yield self._file(self.files[tensor]).get_tensor(tensor)
+            return
+        rows = max(1, BLOCK_ELEMENTS * shape[0] // max(1, torch.Size(shape).numel()))
+        for first in range(0, shape[0], rows):
+            yield view[first : first + rows]
+
+    def read(self, tensor: str, dimension: int, first: int, last: int, slot: int | None = None) -> Tensor:
+        """Rows (dimension 0) or columns (dimension 1) first..last of a tensor; only they are read from disk.
+
+        Args:
+            slot: the tensor is a stack, and this number of its first dimension is meant.
+        """
+        view = self._file(self.files[tensor]).get_slice(tensor)
+        cut = (slice(first, last),) if dimension == 0 else (slice(None), slice(first, last))
+        return view[cut] if slot is None else view[slot, *cut]
 
 
 class SafetensorsWriter:
-    """Writes one safetensors file tensor by tensor, in the order announced, hashing what it writes.
+    """Writes one safetensors file block by block, in the order announced, hashing what it writes.
 
     Args:
         path: file to create.
-        tensors: (name, shape) of every tensor, in the order in which they will come.
-        dtype: of all of them.
+        tensors: every tensor, in the order in which they will come.
     """
 
-    def __init__(self, path: Path, tensors: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype):
-        self.path, self.dtype = path, dtype
-        self._expected = list(tensors)
+    def __init__(self, path: Path, tensors: list[TensorHeader]):
+        self.path = path
         self._hash = hashlib.sha256()
         self.size = 0
+        self._left = [[tensor, torch.Size(tensor.shape).numel()] for tensor in reversed(tensors)]  # elements to come
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for name, shape in tensors:
-            end = offset + torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        for tensor in tensors:
+            end = offset + tensor.bytes
+            header[tensor.name] = {
+                "dtype": CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the format aligns tensor data to 8 bytes
@@ -130,13 +190,22 @@ class SafetensorsWriter:
         self._hash.update(data)
         self.size += len(data)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """The next announced tensor; converted to the file's dtype."""
-        expected = self._expected.pop(0)
-        if expected != (name, tuple(tensor.shape)):
-            raise RuntimeError(f"{self.path}: expected {expected}, got {(name, tuple(tensor.shape))}")
-        flat = tensor.detach().to(device="cpu", dtype=self.dtype).contiguous().flatten()
-        self._put(memoryview(flat.view(torch.uint8).numpy()))
+    def write(self, name: str, block: Tensor) -> None:
+        """The next rows of the tensor that is announced next; converted to its type, a bounded number at a time."""
+        if not self._left or self._left[-1][0].name != name or self._left[-1][1] < block.numel():
+            raise RuntimeError(f"{self.path}: {block.numel()} elements of {name} come out of turn")
+        dtype = self._left[-1][0].dtype
+        for part in block.detach().contiguous().flatten().split(BLOCK_ELEMENTS):
+            flat = part.to(device="cpu", dtype=dtype)
+            self._put(memoryview(flat.view(torch.uint8).numpy()))
+        self._left[-1][1] -= block.numel()
+        if not self._left[-1][1]:
+            self._left.pop()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every announced tensor is written."""
+        return not self._left
 
     def close(self) -> WrittenFile:
         """Flush to disk; the result's path is the bare file name.
@@ -144,8 +213,8 @@ class SafetensorsWriter:
         Raises:
             RuntimeError: announced tensors are missing.
         """
-        if self._expected:
-            raise RuntimeError(f"{self.path}: {len(self._expected)} announced tensors were not written")
+        if self._left:
+            raise RuntimeError(f"{self.path}: {len(self._left)} announced tensors were not written")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

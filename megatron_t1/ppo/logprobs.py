@@ -79,7 +79,8 @@ def token_logprobs(
         )
     real = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     options = (float(temperature), vocab_start, real, tp_group, chunk, reduce_hidden_grad, entropy, wide, rounded)
-    with torch.autocast(hidden.device.type, enabled=False):  # everything from the logits on is fp32
+    device = "cpu" if hidden.is_meta else hidden.device.type  # shapes alone have no autocast of their own
+    with torch.autocast(device, enabled=False):  # everything from the logits on is fp32
         return _TokenLogprobs.apply(hidden, weight, targets, options)
 
 
@@ -92,7 +93,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, 
         problem = f"temperature is {temperature}; log-probs of greedy sampling don't exist"
     elif chunk < 1:
         problem = f"chunk must be positive, got {chunk}"
-    elif len(targets) and bool((wrong := (targets < 0) | (targets >= vocab_size)).any()):
+    elif len(targets) and not targets.is_meta and bool((wrong := (targets < 0) | (targets >= vocab_size)).any()):
         token = int(wrong.nonzero()[0])
         problem = f"target {token} is token id {int(targets[token])}, but the vocabulary has {vocab_size} tokens"
     if problem:

@@ -7,14 +7,17 @@ A line is {"iteration", "phase", "seconds", "time", "metrics": {"group/name": nu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_t1.errors import IncompleteError
+from megatron_t1.errors import IncompleteError, naming
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
 
@@ -38,7 +41,7 @@ class MetricsWriter:
         if before is None:
             self._write_events(line)
         self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.paths.metrics, "a", encoding="utf-8") as file:
+        with naming(self.paths.metrics), open(self.paths.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -53,7 +56,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         if self._events is not None:
-            self._events.close()
+            with contextlib.suppress(OSError):  # of a disk that is full, which was said when it was written to
+                self._events.close()
             self._events = None
 
     def _rewrite_events(self) -> None:
@@ -68,10 +72,13 @@ class MetricsWriter:
     def _write_events(self, line: dict[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         if self._events is None:
-            self._events = EventFileWriter(str(self.paths.tensorboard))
+            self.paths.tensorboard.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+            self._events = RecordWriter(open(self.paths.tensorboard / name, "xb"))
+            self._events.write(Event(wall_time=line["time"], file_version="brain.Event:2").SerializeToString())
         scalars = {**line["metrics"], f"time/{line['phase']}_s": line["seconds"]}
         scalars.update({f"time/{line['phase']}/{name}_s": value for name, value in line["timings_s"].items()})
         values = [
@@ -80,8 +87,9 @@ class MetricsWriter:
             if value is not None
         ]
         event = Event(wall_time=line["time"], step=line["iteration"], summary=Summary(value=values))
-        self._events.add_event(event)
-        self._events.flush()
+        with naming(self.paths.tensorboard):
+            self._events.write(event.SerializeToString())
+            self._events.flush()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -102,6 +110,23 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
                 continue
             lines[key] = _line(result, seconds=step["seconds"], now=step["finished_at"])
     return [lines[key] for key in dict.fromkeys([*(key for key in order if key in lines), *lines])]
+
+
+def contradictions(run_dir: str | Path, results: Iterable[PhaseResult]) -> list[str]:
+    """A line for each phase of which metrics.jsonl has other numbers than its result.
+
+    Raises:
+        IncompleteError: a line of metrics.jsonl can't be read.
+    """
+    paths = RunPaths.of(run_dir)
+    if not paths.metrics.exists():  # nothing is lost by that: the results have it
+        return []
+    lines = _newest(_parsed(paths.metrics)[0])
+    return [
+        f"{paths.metrics.name}: {result.phase} of iteration {result.iteration} isn't what its result says"
+        for result in results
+        if _measured(lines.get((result.iteration, result.phase), {})) != _measured(_line(result, seconds=0.0, now=0.0))
+    ]
 
 
 def _finished(manifest: Path) -> list[dict[str, Any]]:

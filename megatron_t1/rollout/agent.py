@@ -122,8 +122,8 @@ class _Episode:
         self.stream.append(conversation.prompt, Origin.PROMPT)
         with self.timed("sandbox"):
             await within(limits.start_timeout_s, self.sandbox.start(task), "the sandbox's start")
-        deadline = time.monotonic() + min(limits.agent_timeout_s, task.agent_timeout_s)
-        problems_in_a_row = 0
+        began, limit_s = time.monotonic(), min(limits.agent_timeout_s, task.agent_timeout_s)
+        deadline, problems_in_a_row = began + limit_s, 0
         while True:
             room = min(limits.max_tokens_per_turn, limits.max_context - len(self.stream))
             try:
@@ -135,6 +135,7 @@ class _Episode:
             except NoRoom:
                 self.end_reason = EndReason.TOKEN_LIMIT
                 return
+            deadline = began + limit_s - self.sampler.earlier_s
             action = self.chat.parse(sampled)
             early = self.stream.turns < limits.min_turns
             if isinstance(action, Submit) and not early:
@@ -188,6 +189,9 @@ class _Episode:
             "route_overlap": self.stream.route_overlap,
             "route_differences": self.stream.route_differences,
         }
+        if self.sampler.continued_turns:
+            counts["continued_turns"] = self.sampler.continued_turns
+            self.timings_s["engine"] = self.timings_s.get("engine", 0.0) + self.sampler.earlier_s
         pays = reward is not None and self.verdict is not None and self.verdict.trusted
         known = self.attempt.task.baseline_checks
         if pays and known is None and getattr(reward, "needs_baseline", False):

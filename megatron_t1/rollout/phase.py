@@ -26,6 +26,7 @@ from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.engine.command import installed_build
 from megatron_t1.rollout.engine.server import VllmServer
 from megatron_t1.rollout.formats import ChatFormat
+from megatron_t1.rollout.journal import Journal, discard_all
 from megatron_t1.rollout.plan import Plan, evaluation_plan, finished, give_second_chance, require_playable, rollout_plan
 from megatron_t1.rollout.policy import Policy, engine_dtype
 from megatron_t1.rollout.pool import make_reward, require_buildable, run_pool, sandbox_maker
@@ -143,6 +144,8 @@ async def _run_plan(
     began = time.monotonic()
     store = RolloutStore(plan.directory)
     contract = policy.contract(config, chat, installed_build(), temperature=plan.temperature)
+    for name, error in store.set_aside_damaged().items():
+        print(f"{plan.label}: the record of {name} is damaged, it is played again: {error.problem}", flush=True)
     done = finished(store, plan, contract, policy)
     mine = share(plan.attempts, crew.worker, crew.workers)
     done -= give_second_chance(store, mine)
@@ -174,6 +177,7 @@ async def _run_plan(
     require_trusted(headers.values(), config.rollout.max_untrusted_share, where=str(plan.directory))
     with timed(timings, "seal"):
         await asyncio.to_thread(store.seal)
+        discard_all(plan.directory)
     metrics = rollout_metrics(headers.values(), plan.phase)
     if pending:
         metrics |= _speeds(plan, [header for name, header in headers.items() if name not in done], timings)
@@ -211,6 +215,7 @@ def _player(
 ) -> Callable[[Attempt, Sandbox], Awaitable[None]]:
     """What plays one attempt, logs its exchange with the engine, stores its record and counts it."""
     reward = make_reward(config)
+    bound = f"{policy.version} {contract.to_json()}"
     saving = asyncio.Lock()
 
     async def play(attempt: Attempt, sandbox: Sandbox) -> None:
@@ -220,26 +225,32 @@ def _player(
             return turn_seed(config.run.seed, f"{plan.label}/{name}", turn)
 
         exchanges: list[ExchangeSession] = []
+        journal = Journal(plan.directory, name, bound) if config.rollout.in_flight == "continue" else None
 
         def sampler() -> EngineSampler:
             exchanges.append(log.session(name, attempt.policy))
             own_seed = seed if config.rollout.seeded else None
-            return EngineSampler(client, contract, name=name, seed=own_seed, exchange=exchanges[-1])
+            if journal is not None:
+                journal.begin()
+            return EngineSampler(client, contract, name=name, seed=own_seed, exchange=exchanges[-1], journal=journal)
 
-        trajectory = await run_episode(
-            attempt,
-            sandbox,
-            sampler,
-            chat,
-            plan.limits,
-            route_shape=policy.route_shape if plan.routes else None,
-            verify=verify,
-            reward=reward,
-        )
+        with contextlib.closing(journal) if journal is not None else contextlib.nullcontext():
+            trajectory = await run_episode(
+                attempt,
+                sandbox,
+                sampler,
+                chat,
+                plan.limits,
+                route_shape=policy.route_shape if plan.routes else None,
+                verify=verify,
+                reward=reward,
+            )
         trajectory = trajectory.noting(**{REFERENCE: exchanges[-1].reference})
         async with saving:
             await asyncio.to_thread(log.sync)
             await asyncio.to_thread(store.add, trajectory)
+        if journal is not None:
+            journal.discard()
         progress.add(trajectory)
 
     return play

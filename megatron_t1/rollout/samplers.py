@@ -10,6 +10,7 @@ import numpy as np
 from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid
 from megatron_t1.rollout.formats import ChatFormat
+from megatron_t1.rollout.journal import Journal
 from megatron_t1.rollout.stream import TokenStream
 from megatron_t1.trajectory.contract import SamplingContract
 from megatron_t1.trajectory.exchange import ExchangeSession
@@ -22,11 +23,14 @@ class NoRoom(Exception):
 class Sampler(Protocol):
     """`contract` is stated in the record's header; None for a script.
 
-    `cached_tokens` counts prompt tokens that were not computed again.
+    `cached_tokens` counts prompt tokens that were not computed again. `continued_turns` were sampled before the phase
+    was started again, and took `earlier_s` seconds then.
     """
 
     contract: SamplingContract | None
     cached_tokens: int
+    continued_turns: int
+    earlier_s: float
 
     async def next_turn(self, stream: TokenStream, max_tokens: int) -> np.ndarray:
         """Append the next turn of at most `max_tokens` tokens to the stream and return its ids, int32 [n].
@@ -45,6 +49,7 @@ class EngineSampler:
         name: trajectory, for error messages.
         seed: of a turn, by its number; None: the engine's own randomness.
         exchange: where the client logs this play of the episode; None: nowhere.
+        journal: what was answered in the episode before; None: nothing is kept.
     """
 
     def __init__(
@@ -55,13 +60,23 @@ class EngineSampler:
         name: str = "",
         seed: Callable[[int], int] | None = None,
         exchange: ExchangeSession | None = None,
+        journal: Journal | None = None,
     ):
         self.client = client
         self.contract = contract
         self.name = name
         self.seed = seed
         self.exchange = exchange
+        self.journal = journal
         self.cached_tokens = 0
+
+    @property
+    def continued_turns(self) -> int:
+        return self.journal.continued if self.journal is not None else 0
+
+    @property
+    def earlier_s(self) -> float:
+        return self.journal.earlier_s if self.journal is not None else 0.0
 
     async def next_turn(self, stream: TokenStream, max_tokens: int) -> np.ndarray:
         completion = await self.client.generate(
@@ -73,6 +88,7 @@ class EngineSampler:
             seed=None if self.seed is None else self.seed(stream.turns),
             routes_from=stream.routes_from,
             exchange=self.exchange,
+            journal=self.journal,
             where=f"{self.name}, turn {stream.turns}",
         )
         self.cached_tokens += completion.cached_tokens
@@ -90,7 +106,8 @@ class ScriptedSampler:
     """Plays given commands and then submits; its tokens are demonstrations, not samples."""
 
     contract = None
-    cached_tokens = 0
+    cached_tokens = continued_turns = 0
+    earlier_s = 0.0
 
     def __init__(self, chat: ChatFormat, commands: Sequence[str]):
         self.chat = chat

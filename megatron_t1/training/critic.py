@@ -7,9 +7,7 @@ Writes RUN/values/iter_i (old values, advantages, returns) and critic i + 1. The
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,68 +16,94 @@ import torch.distributed as dist
 from megatron_t1.model.convert import load_hf
 from megatron_t1.model.heads import set_value_bias
 from megatron_t1.phase import PhaseResult, WrittenFile
-from megatron_t1.ppo.sums import Sums, means, merge
+from megatron_t1.ppo.sums import Sums, means
 from megatron_t1.training.advantages import VALUE_FIELDS, compute_advantages
 from megatron_t1.training.batch import MicroBatch
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine, LossFunction
 from megatron_t1.training.objectives import critic_objective
+from megatron_t1.training.progress import Progress
 from megatron_t1.training.results import batch_metrics, engine_timings
 from megatron_t1.training.samples import Sample, SampleSet, attach, load_rollouts
 from megatron_t1.training.scoring import score_groups, share
-from megatron_t1.training.updates import update_epoch
+from megatron_t1.training.updates import run_epochs, taken, update_metrics
 from megatron_t1.training.warmup import split_tasks, warm_up
 from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
 
 # Of a warm-up's tasks, how many more than asked for stay out for good, so that an iteration rarely has too few; ours.
 HELD_OUT_MARGIN = 1.25
+TARGETS = ("old_values", "returns")  # fields that follow the critic of a warm-up
 
 
 def run_critic(context: Context) -> PhaseResult:
-    config, counters = context.config, context.counters
+    config = context.config
     with context.timed("load_rollouts"):
         data = load_rollouts(context.paths.rollouts(context.iteration), config, context.contract_facts())
+    keeps_best = context.counters.is_warmup and config.train.critic.warmup_holdout > 0
+    progress = Progress(context, "critic", "critic", origin(context), data.samples, keeps_best=keeps_best)
+    with context.timed("load_model"):
+        engine = progress.resumed(lambda: new_critic(context), data.samples)
+    if engine is None:
+        engine = _begin(context, data, progress)
+    with context.timed("update"):
+        found = _update(context, engine, data, progress)
+    version = context.counters.critic + 1
+    files = leave(context, engine, progress, context.paths.checkpoint("critic", version), version)
+    return PhaseResult(
+        phase="critic",
+        iteration=context.iteration,
+        metrics={**batch_metrics(data), **progress.start["metrics"], **found},
+        timings_s={**context.timings_s, **engine_timings(engine)},
+        outputs=[*files, *context.written(context.paths.values(context.iteration))],
+        details={
+            "excluded": data.excluded,
+            "newly_initialised": progress.start["newly_initialised"],
+            "warmup": progress.history,
+            "skipped": engine.skipped,
+        },
+    )
+
+
+def _begin(context: Context, data: SampleSet, progress: Progress) -> Engine:
+    """The critic before its first step, and what the updates need to know of it as it is then: RUN/values/iter_i."""
+    config, directory = context.config, context.paths.values(context.iteration)
     with context.timed("load_model"):
         engine = new_critic(context)
         fresh = _load(context, engine, data.samples)
-    metrics = batch_metrics(data)
-
     with context.timed("values"):
         own = score_values(context, engine, data.samples)
     with context.timed("advantages"):
         statistics = compute_advantages(own, config.train.gae, group=context.replicas, device=context.backend.device)
-        metrics.update({f"critic/{name}": value for name, value in statistics.items()})
     with context.timed("write_values"):
         _write_values(context, own)
         # Mini-batches are packed anew, so a sample may move to another rank: every rank reads all of them back.
-        attach(data.samples, read_sidecar(context.paths.values(context.iteration)), VALUE_FIELDS)
-    files: list[WrittenFile] = []
-    version = counters.critic + 1
+        attach(data.samples, read_sidecar(directory), VALUE_FIELDS)
+        progress.keep(data.samples, VALUE_FIELDS, directory=directory)
+    metrics = {f"critic/{name}": value for name, value in statistics.items()}
+    progress.began(metrics=metrics, newly_initialised=fresh, optimizer_steps=engine.optimizer_steps)
+    return engine
 
-    def save() -> None:
-        with context.timed("save"):
-            files[:] = engine.save(context.paths.checkpoint("critic", version), version, relative_to=context.paths.root)
 
-    with context.timed("update"):
-        found, history = _update(context, engine, data, save)
-        metrics.update(found)
-    if not files:
-        save()
-    return PhaseResult(
-        phase="critic",
-        iteration=context.iteration,
-        metrics=metrics,
-        timings_s={**context.timings_s, **engine_timings(engine)},
-        outputs=[*files, *context.written(context.paths.values(context.iteration))],
-        details={"excluded": data.excluded, "newly_initialised": fresh, "warmup": history},
-    )
+def origin(context: Context) -> Path:
+    """Where the critic of this phase is read from, as it is before the first step."""
+    if context.counters.critic:
+        return context.paths.checkpoint("critic", context.counters.critic)
+    return Path(context.config.train.critic.start or context.start_model)
 
 
 def _load(context: Context, engine: Engine, samples: list[Sample]) -> list[str]:
     if context.counters.critic == 0:
         return load_start(context, engine, samples)
-    engine.load(context.paths.checkpoint("critic", context.counters.critic))
+    engine.load(origin(context))
     return []
+
+
+def leave(context: Context, engine: Engine, progress: Progress, final: Path, version: int) -> list[WrittenFile]:
+    """The checkpoint that the phase leaves: the best critic of a warm-up that knows one, or else the one at hand."""
+    with context.timed("save"):
+        if progress.best is not None:
+            return progress.publish_best(final)
+        return engine.save(final, version, relative_to=context.paths.root)
 
 
 def new_critic(context: Context) -> Engine:
@@ -139,17 +163,15 @@ def _write_values(context: Context, samples: list[Sample]) -> None:
     dist.barrier()
 
 
-def _update(
-    context: Context, engine: Engine, data: SampleSet, save: Callable[[], None]
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics, and the history of a warm-up that ends by itself, which saves the best critic."""
+def _update(context: Context, engine: Engine, data: SampleSet, progress: Progress) -> dict[str, float]:
+    """Metrics of the update."""
     options, is_warmup = context.config.train.critic, context.counters.is_warmup
     loss, seed = critic_loss(engine), context.config.run.seed + 1000 * context.iteration
 
     def renew(samples: list[Sample], epoch: int) -> None:
         """In a warm-up the targets follow the critic; PPO's epochs all keep those of the rollout's policy."""
         if is_warmup and epoch and needs_new_targets(context):
-            fill_targets(context, engine, samples)
+            fill_targets(context, engine, samples, progress)
 
     if is_warmup and options.warmup_holdout:
         rollout = context.config.rollout
@@ -161,18 +183,24 @@ def _update(
             held_out,
             training,
             loss,
-            save,
+            progress,
             seed=seed,
             before_epoch=lambda epoch: renew(training, epoch),
         )
         if found.before_was_best:
             _load(context, engine, data.samples)
-        return {**update_metrics(engine, found.steps), **found.metrics}, found.history
-    steps = []
-    for epoch in range(options.warmup_epochs if is_warmup else options.epochs):
-        renew(data.samples, epoch)
-        steps += update_epoch(context, engine, data.samples, loss, seed=seed, epoch=epoch)
-    return update_metrics(engine, steps), []
+        return {**critic_metrics(engine, progress.steps), **found.metrics}
+    run_epochs(
+        context,
+        engine,
+        data.samples,
+        loss,
+        progress,
+        seed=seed,
+        epochs=options.warmup_epochs if is_warmup else options.epochs,
+        before_epoch=lambda epoch: renew(data.samples, epoch),
+    )
+    return critic_metrics(engine, progress.steps)
 
 
 def needs_new_targets(context: Context) -> bool:
@@ -180,19 +208,20 @@ def needs_new_targets(context: Context) -> bool:
     return context.config.train.gae.lambda_critic < 1 or context.config.train.critic.value_clip > 0
 
 
-def fill_targets(context: Context, engine: Engine, samples: list[Sample]) -> None:
+def fill_targets(context: Context, engine: Engine, samples: list[Sample], progress: Progress) -> None:
     """`old_values` and `returns` of all samples on every rank, under the critic as it is now."""
     own = score_values(context, engine, samples)
     compute_advantages(own, context.config.train.gae, group=context.replicas, device=context.backend.device)
-    for name in ("old_values", "returns"):
+    for name in TARGETS:
         share(context, samples, [own], name)
+    progress.keep(samples, TARGETS)
 
 
-def update_metrics(engine: Engine, steps: list[Sums]) -> dict[str, float]:
+def critic_metrics(engine: Engine, steps: list[Sums]) -> dict[str, float]:
     """Means over all optimizer steps of an update, and its first and last loss."""
+    metrics, done = update_metrics("critic", engine, steps), taken(*steps)
     return {
-        **{f"critic/{name}": value for name, value in means(merge(steps)).items()},
-        "critic/value_loss_first": means(steps[0])["value_loss"],
-        "critic/value_loss_last": means(steps[-1])["value_loss"],
-        "critic/optimizer_steps": float(engine.optimizer_steps),
+        **metrics,
+        "critic/value_loss_first": means(done[0])["value_loss"],
+        "critic/value_loss_last": means(done[-1])["value_loss"],
     }

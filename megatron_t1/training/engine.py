@@ -6,10 +6,12 @@ token sums, and Megatron divides the gradients once by the global number of loss
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,7 +24,9 @@ from megatron_t1.config.schema import Config, OptimizerConfig
 from megatron_t1.errors import T1Error
 from megatron_t1.model.backend import Backend
 from megatron_t1.model.build import build_model
-from megatron_t1.model.checkpoint import load_checkpoint, save_checkpoint
+from megatron_t1.model.checkpoint import load_checkpoint, optimizer_differences, save_checkpoint
+from megatron_t1.model.collective import together
+from megatron_t1.model.mixed_optimizer import store_mixed_types
 from megatron_t1.phase import WrittenFile
 from megatron_t1.ppo.sums import Sums, merge
 from megatron_t1.routing.options import ReplayOptions
@@ -30,6 +34,7 @@ from megatron_t1.routing.replay import RoutingReplay
 from megatron_t1.timing import timed
 from megatron_t1.training.batch import MicroBatch, ReplayShape, build_micro_batch, lengths_of
 from megatron_t1.training.expert_load import expert_load
+from megatron_t1.training.nonfinite import Watched, all_finite, gradients_finite, report
 from megatron_t1.training.passes import (
     LossFunction,
     TokenReader,
@@ -53,10 +58,13 @@ class Engine:
         role: "policy" or "value".
         optimizer: hyper-parameters; None builds a model for forward passes only.
         replay: whether this role replays recorded routes.
+        initialize: random parameters, to be replaced or trained; without it they are whatever memory held.
 
     Attributes:
         seconds: spent so far in `passes` (forward and backward), `optimizer`, `batches` (laying out micro-batches),
             `packing` and `sums` (adding up metrics over the ranks).
+        skipped: for each mini-batch that was skipped the optimizer `step` it would have been, and its `trajectories`
+            whose loss or gradient wasn't finite.
     """
 
     def __init__(
@@ -68,10 +76,11 @@ class Engine:
         *,
         replay: bool,
         aux_loss_coef: float = 0.0,
+        initialize: bool = True,
     ):
         self.config, self.backend, self.role = config, backend, role
         self.seconds: dict[str, float] = {}
-        self.chunks = build_model(config, backend, role, aux_loss_coef=aux_loss_coef)
+        self.chunks = build_model(config, backend, role, aux_loss_coef=aux_loss_coef, initialize=initialize)
         self.transformer = self.chunks[0].config
         self.route_in(config.train.router_dtype)
         self.replaying = replay
@@ -87,6 +96,7 @@ class Engine:
         self.optimizer_config = optimizer
         self.optimizer = None
         self.optimizer_steps = 0
+        self.skipped: list[dict[str, Any]] = []
         if optimizer is not None:
             self._add_optimizer(optimizer)
 
@@ -114,13 +124,29 @@ class Engine:
             ),
             self.modules,
         )
+        store_mixed_types(self.optimizer)
         self.transformer.grad_scale_func = self.optimizer.scale_loss
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.no_sync_func = None
 
     def load(self, directory: Path) -> None:
-        """Model, optimizer and step counter from a checkpoint of this role."""
-        state = load_checkpoint(directory, self.chunks, self.optimizer)
+        """Model, optimizer and step counter from a checkpoint of this role, which any layout may have written.
+
+        Where Megatron can't load the optimizer's state in this layout, train.*.reset_optimizer lets it begin anew; the
+        counter, and the learning rate's schedule with it, goes on.
+
+        Raises:
+            IncompleteError: the checkpoint is damaged.
+            MismatchError: it is of another model, or its optimizer state can't be loaded here.
+        """
+        optimizer = self.optimizer
+        if optimizer is not None and self.optimizer_config.reset_optimizer:
+            if different := together(lambda: optimizer_differences(directory, self.chunks, self.optimizer))[0]:
+                warnings.warn(f"{directory}: a new optimizer begins; {'; '.join(different)}", stacklevel=2)
+                optimizer = None
+        state = load_checkpoint(directory, self.chunks, optimizer)
+        if optimizer is None:
+            self.parameters_changed()
         self.optimizer_steps = int(state["optimizer_steps"])
 
     def load_weights(self, directory: Path) -> None:
@@ -128,10 +154,23 @@ class Engine:
         load_checkpoint(directory, self.chunks, None)
         self.parameters_changed()
 
-    def save(self, directory: Path, version: int, *, relative_to: Path) -> list[WrittenFile]:
-        """A checkpoint of model, optimizer and step counter; complete or absent."""
-        state = {"role": self.role, "version": version, "optimizer_steps": self.optimizer_steps}
-        return save_checkpoint(directory, self.chunks, self.optimizer, state, relative_to=relative_to)
+    def save(
+        self,
+        directory: Path,
+        version: int,
+        *,
+        relative_to: Path,
+        more: Mapping[str, Any] | None = None,
+        own: Mapping[str, bytes] | None = None,
+    ) -> list[WrittenFile]:
+        """A checkpoint of model, optimizer and step counter; complete or absent.
+
+        Args:
+            more: further JSON values of its state, equal on all ranks.
+            own: further files of this rank (`model.checkpoint.read_own`).
+        """
+        state = {"role": self.role, "version": version, "optimizer_steps": self.optimizer_steps, **(more or {})}
+        return save_checkpoint(directory, self.chunks, self.optimizer, state, relative_to=relative_to, own=own)
 
     def parameters_changed(self) -> None:
         """Must follow a change of the parameters from outside: a mixed-precision optimizer keeps its own copy."""
@@ -194,14 +233,18 @@ class Engine:
         decay_steps: int | None = None,
         loss_scale: float = 1.0,
     ) -> Sums:
-        """Forward, backward, one optimizer step. Returns global sums, with `grad_norm` and `learning_rate`.
+        """Forward, backward, one optimizer step.
 
         Args:
             decay_steps: of the learning rate's schedule; None: as configured.
             loss_scale: factor of the loss sum, which Megatron divides by the loss tokens of the step.
 
+        Returns:
+            Global sums, with `grad_norm`, `learning_rate` and `skipped`. Of a step that was skipped (a loss or gradient
+            isn't finite, and the role's `nonfinite` is "skip") only `skipped`; nothing has changed then.
+
         Raises:
-            T1Error: the gradient isn't finite; the step is not taken.
+            T1Error: a loss or gradient isn't finite; the step is not taken.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer")
@@ -210,33 +253,50 @@ class Engine:
             group["lr"] = rate
             # Megatron leaves this to its own scheduler: norms and biases have a multiplier of 0 and aren't decayed.
             group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
-        for module in self.modules:
-            module.train()
-            module.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self._reduce(self._schedule(batches, _scaled(loss, loss_scale), forward_only=False))
+        watched = Watched(_scaled(loss, loss_scale))
+        parts = self.backward(batches, watched)
+        if not all_finite([*watched.finite, gradients_finite(self.modules)], self.backend.device):
+            return self._skip(batches, loss)
+        sums = self._reduce(parts)
         with timed(self.seconds, "optimizer"):
-            updated, grad_norm, _ = self.optimizer.step()
-        if not updated or not np.isfinite(float(grad_norm)):
-            names = ", ".join(sample.name for batch in batches for sample in batch.samples[:4])
+            _, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(grad_norm):
             raise T1Error(
-                f"gradient norm {float(grad_norm)} in optimizer step {self.optimizer_steps} of the {self.role} model",
-                where=f"trajectories of this rank: {names}, ...",
-                remedy="look at the trajectories' log-probs and rewards; a smaller learning rate or clip_grad may help",
+                f"gradient norm {float(grad_norm)} in optimizer step {self.optimizer_steps} of the {self.role} model, "
+                "of finite gradients",
+                where=", ".join(sample.name for batch in batches for sample in batch.samples[:4]) + ", ...",
+                remedy="rewards or advantages are far too large: look at reward.scale",
             )
         self.optimizer_steps += 1
         if self.replay.options.load and self.replaying:
             with timed(self.seconds, "sums"):
                 expert_parallel = self.config.layout.expert
                 sums.update(expert_load(self.replay, expert_parallel=expert_parallel, device=self.backend.device))
-        sums["grad_norm"] = torch.tensor([float(grad_norm), 1.0], dtype=torch.float64)
-        sums["learning_rate"] = torch.tensor([rate, 1.0], dtype=torch.float64)
+        for name, value in (("grad_norm", float(grad_norm)), ("learning_rate", rate), ("skipped", 0.0)):
+            sums[name] = torch.tensor([value, 1.0], dtype=torch.float64)
         return sums
 
+    def backward(self, batches: list[MicroBatch], loss: LossFunction) -> list[Sums]:
+        """Forward and backward from zero gradients; metric sums of each micro-batch, on the last stage only."""
+        for module in self.modules:
+            module.train()
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._schedule(batches, loss, forward_only=False)
+
+    def _skip(self, batches: list[MicroBatch], loss: LossFunction) -> Sums:
+        """Leave a step out, or end the phase; either way it is said whose loss or gradient isn't finite."""
+        self.skipped.append(report(self, batches, loss, stop=self.optimizer_config.nonfinite == "stop"))
+        return {"skipped": torch.ones(2, dtype=torch.float64)}
+
     @torch.no_grad()
+    def forward(self, batches: list[MicroBatch], loss: LossFunction) -> list[Sums]:
+        """Metric sums of each micro-batch, on the last stage only."""
+        return self._schedule(batches, loss, forward_only=True)
+
     def evaluate(self, batches: list[MicroBatch], loss: LossFunction) -> Sums:
         """Global sums of a loss without an update."""
-        return self._reduce(self._schedule(batches, loss, forward_only=True))
+        return self._reduce(self.forward(batches, loss))
 
     def score(self, batches: list[MicroBatch], read: TokenReader) -> list[dict[str, torch.Tensor]]:
         """Per-loss-token numbers of each micro-batch: float32 [N] for every name `read` returns, on every rank."""

@@ -21,6 +21,7 @@ from megatron_t1.ppo.logprobs import token_logprobs
 from megatron_t1.ppo.sums import Sums
 from megatron_t1.routing.replay import RoutingReplay
 from megatron_t1.training.batch import MicroBatch
+from megatron_t1.trajectory.layout import TokenLayout
 
 LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Sums]]  # loss sum and metric sums
 TokenReader = Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]  # float32 [n] for each name
@@ -29,17 +30,22 @@ Reduction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Sums]]  #
 
 def packed_forward(module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """One chunk's forward over a packed micro-batch; no labels, so that the head's output comes back."""
-    boundaries = torch.from_numpy(batch.layout.cu_seqlens).to(batch.tokens.device)
-    packed = PackedSeqParams(
+    packed = packed_sequences(batch.layout, batch.tokens.device)
+    return module(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+
+
+def packed_sequences(layout: TokenLayout, device: torch.device) -> PackedSeqParams:
+    """Where each sequence of a micro-batch begins, as Megatron's layers take it."""
+    boundaries = torch.from_numpy(layout.cu_seqlens).to(device)
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         cu_seqlens_q_padded=boundaries,
         cu_seqlens_kv_padded=boundaries,
-        max_seqlen_q=batch.layout.max_seqlen,
-        max_seqlen_kv=batch.layout.max_seqlen,
+        max_seqlen_q=layout.max_seqlen,
+        max_seqlen_kv=layout.max_seqlen,
     )
-    return module(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
 
 
 def micro_step(

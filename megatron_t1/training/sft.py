@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,10 @@ from megatron_t1.ppo.sums import Sums, means, weighted
 from megatron_t1.training.batch import MicroBatch
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine
+from megatron_t1.training.passes import LossFunction
+from megatron_t1.training.progress import Progress
 from megatron_t1.training.samples import Sample, load_demonstrations
+from megatron_t1.training.updates import update_metrics
 
 REPORTS = 20  # progress lines of a training
 HOLDOUT_SEED = 1
@@ -36,10 +40,14 @@ def run_sft(context: Context) -> PhaseResult:
             Path(options.demonstrations), vocab_size=facts["vocab_size"], tokenizer_sha256=facts["tokenizer_sha256"]
         )
         held_out, training = split_holdout(samples, options.holdout)
+    progress = Progress(context, "sft", "sft", context.start_model, [*training, *held_out], keep_steps=False)
     with context.timed("load_model"):
-        engine = Engine(config, context.backend, "policy", options, replay=False, aux_loss_coef=options.aux_loss_coef)
-        load_hf(engine.chunks, context.start_model, role="policy")
-        engine.parameters_changed()
+        engine = progress.resumed(lambda: _new_engine(context), training)
+        resumed = engine is not None
+        if engine is None:
+            engine = _new_engine(context)
+            load_hf(engine.chunks, context.start_model, role="policy")
+            engine.parameters_changed()
 
     def loss(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
         logprobs = engine.logprobs(output, batch)["logprobs"]
@@ -50,30 +58,19 @@ def run_sft(context: Context) -> PhaseResult:
 
     mean_length = sum(len(sample.ids) for sample in training) / len(training)
     decay_steps = math.ceil(options.tokens / max(options.tokens_per_step, mean_length))
-    metrics = {"sft/held_out_loss_before": held_out_loss()}
-    trained, started, report_at = 0, time.perf_counter(), 0
+    if not resumed:
+        progress.began(metrics={"sft/held_out_loss_before": held_out_loss()})
+    metrics = progress.start["metrics"]
     with context.timed("train"):
-        for step, group in enumerate(step_groups(training, options.tokens_per_step, config.run.seed)):
-            sums = engine.train_step(
-                engine.micro_batches(context.groups(group, seed=step)), loss, decay_steps=decay_steps
-            )
-            trained += sum(len(sample.ids) for sample in group)
-            if trained >= report_at or trained >= options.tokens:
-                report_at += options.tokens // REPORTS
-                rate = trained / (time.perf_counter() - started)
-                context.say(
-                    f"sft step {step + 1}: {trained:,} of {options.tokens:,} tokens, {rate:,.0f} tokens/s, "
-                    f"loss {means(sums)['loss']:.3f} nats/token"
-                )
-            if trained >= options.tokens:
-                break
+        trained, rate = _train(context, engine, progress, training, loss, decay_steps)
     metrics.update(
         {
             "sft/held_out_loss": held_out_loss(),
-            "sft/loss": means(sums)["loss"],
+            "sft/loss": means(progress.steps[-1]).get("loss", math.nan),
             "sft/tokens": float(trained),
             "sft/optimizer_steps": float(engine.optimizer_steps),
-            "sft/tokens_per_s": trained / context.timings_s["train"],
+            "sft/skipped_steps": float(len(engine.skipped)),
+            "sft/tokens_per_s": rate,
             "sft/demonstrations": float(len(training)),
         }
     )
@@ -93,8 +90,47 @@ def run_sft(context: Context) -> PhaseResult:
         metrics=metrics,
         timings_s=context.timings_s,
         outputs=[*files, *exported],
-        details={"model": str(model), "demonstrations": options.demonstrations},
+        details={"model": str(model), "demonstrations": options.demonstrations, "skipped": engine.skipped},
     )
+
+
+def _new_engine(context: Context) -> Engine:
+    options = context.config.train.sft
+    return Engine(context.config, context.backend, "policy", options, replay=False, aux_loss_coef=options.aux_loss_coef)
+
+
+def _train(
+    context: Context, engine: Engine, progress: Progress, training: list[Sample], loss: LossFunction, decay_steps: int
+) -> tuple[int, float]:
+    """Steps until `train.sft.tokens` are trained on, from where `progress` stands; the tokens, and how many a second.
+
+    Raises:
+        T1Error: every step was skipped.
+    """
+    options, started = context.config.train.sft, time.perf_counter()
+    groups = step_groups(training, options.tokens_per_step, context.config.run.seed)
+    trained = before = sum(len(sample.ids) for group in islice(groups, progress.taken) for sample in group)
+    interval = options.tokens // REPORTS
+    report_at, rate = trained + interval * (trained > 0), 0.0
+    while trained < options.tokens:
+        group = next(groups)
+        sums = engine.train_step(
+            engine.micro_batches(context.groups(group, seed=progress.taken)), loss, decay_steps=decay_steps
+        )
+        progress.took(sums)
+        trained += sum(len(sample.ids) for sample in group)
+        rate = (trained - before) / (time.perf_counter() - started)
+        if trained >= report_at or trained >= options.tokens:
+            report_at += interval
+            context.say(
+                f"sft step {progress.taken}: {trained:,} of {options.tokens:,} tokens, {rate:,.0f} tokens/s, "
+                f"loss {means(sums).get('loss', math.nan):.3f} nats/token"
+            )
+        if trained < options.tokens:
+            progress.save_if_due(engine)
+    if not engine.optimizer_steps:
+        update_metrics("sft", engine, progress.steps)  # says that every step was skipped
+    return trained, rate
 
 
 def split_holdout(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:

@@ -20,16 +20,19 @@ from megatron_t1.audit.targets import Target
 from megatron_t1.config.schema import Config
 from megatron_t1.model.collective import together
 from megatron_t1.paths import RunPaths
-from megatron_t1.phase import PhaseResult, WrittenFile, require_recorded
+from megatron_t1.phase import PhaseResult, require_recorded
 from megatron_t1.training.context import Context
 from megatron_t1.training.critic import (
     critic_loss,
+    critic_metrics,
     fill_targets,
+    leave,
     load_start,
     needs_new_targets,
     new_critic,
-    update_metrics,
+    origin,
 )
+from megatron_t1.training.progress import Progress
 from megatron_t1.training.results import batch_metrics, engine_timings
 from megatron_t1.training.samples import Sample, SampleSet, load_rollouts
 from megatron_t1.training.warmup import split_tasks, warm_up
@@ -46,19 +49,18 @@ def run_warmup(context: Context) -> PhaseResult:
         data = load_all(directories, context)
     wanted = config.train.critic.warmup_holdout
     held_out, training = split_tasks(data.samples, held_out_count(wanted, data), 0.0 if wanted else HELD_OUT_SHARE)
+    progress = Progress(context, "warmup", "critic", origin(context), [*held_out, *training], keeps_best=True)
     with context.timed("load_model"):
-        engine = new_critic(context)
-        fresh = load_start(context, engine, training)
-    files: list[WrittenFile] = []
-
-    def save() -> None:
-        with context.timed("save"):
-            files[:] = engine.save(context.paths.warm_critic, 0, relative_to=context.paths.root)
+        engine = progress.resumed(lambda: new_critic(context), training)
+        if engine is None:
+            engine = new_critic(context)
+            fresh = load_start(context, engine, training)
+            progress.began(newly_initialised=fresh, optimizer_steps=engine.optimizer_steps)
 
     def targets(epoch: int) -> None:
         if epoch == 0 or needs_new_targets(context):
             with context.timed("targets"):
-                fill_targets(context, engine, training)
+                fill_targets(context, engine, training, progress)
 
     context.say(
         f"{len(data.samples)} trajectories of {len(directories)} rollouts, {len(held_out)} held out with their tasks"
@@ -70,27 +72,27 @@ def run_warmup(context: Context) -> PhaseResult:
             held_out,
             training,
             critic_loss(engine),
-            save,
+            progress,
             seed=config.run.seed,
             parts=steps_of_an_epoch(context, len(training)),
             before_epoch=targets,
         )
     if found.before_was_best:
         load_start(context, engine, training)
-    if not files:
-        save()
+    files = leave(context, engine, progress, context.paths.warm_critic, 0)
     return PhaseResult(
         phase="warmup",
         iteration=0,
-        metrics={**batch_metrics(data), **update_metrics(engine, found.steps), **found.metrics},
+        metrics={**batch_metrics(data), **critic_metrics(engine, progress.steps), **found.metrics},
         timings_s={**context.timings_s, **engine_timings(engine)},
         outputs=files,
         details={
             "critic": str(context.paths.warm_critic),
             "rollouts": [str(directory) for directory in directories],
             "excluded": data.excluded,
-            "newly_initialised": fresh,
-            "warmup": found.history,
+            "newly_initialised": progress.start["newly_initialised"],
+            "warmup": progress.history,
+            "skipped": engine.skipped,
         },
     )
 

@@ -15,12 +15,13 @@ from megatron_t1.config.schema import CriticConfig, GaeConfig
 from megatron_t1.errors import T1Error
 from megatron_t1.ppo.gae import lambda_returns
 from megatron_t1.ppo.statistics import explained_variance
-from megatron_t1.ppo.sums import Sums, means, merge
+from megatron_t1.ppo.sums import means, merge
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine, LossFunction
+from megatron_t1.training.progress import Progress
 from megatron_t1.training.samples import Sample
 from megatron_t1.training.scoring import score_groups, share
-from megatron_t1.training.updates import update_epoch
+from megatron_t1.training.updates import taken, update_epoch
 
 FIELD = "held_out_values"
 NAME = "held_out_explained_variance"
@@ -136,17 +137,11 @@ class WarmUp:
     """What a warm-up came to.
 
     Attributes:
-        steps: sums of every optimizer step.
         metrics: of the held-out tasks, and where the best critic was found.
         before_was_best: whether no step made the critic better than it was before the first.
-        history: one entry for each measurement: `step` (optimizer steps of this warm-up), `epoch`,
-            `held_out_explained_variance`, and the mean `value_loss` on the training tasks since the one before (which
-            the first, before any step, has not).
     """
 
-    steps: list[Sums]
     metrics: dict[str, float]
-    history: list[dict[str, float]]
     before_was_best: bool
 
 
@@ -156,69 +151,79 @@ def warm_up(
     held_out: list[Sample],
     training: list[Sample],
     loss: LossFunction,
-    save: Callable[[], None],
+    progress: Progress,
     *,
     seed: int,
     parts: int | None = None,
     before_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> WarmUp:
-    """Epochs over the training tasks until the held-out explained variance stops rising.
+    """Epochs over the training tasks until the held-out explained variance stops rising, from where `progress` stands.
 
     It is measured every `train.critic.minibatches` optimizer steps and at the end of each epoch; minimum and patience
     are counted in epochs.
 
     Args:
-        save: keeps the critic as it is now; called at every new best, so the last one kept is the best. Where no step
-            makes a better one (`before_was_best`), or the explained variance is never a number (all rewards equal), it
-            isn't called.
+        progress: gets every step, and in `history` an entry for each measurement: `step` (mini-batches of this
+            warm-up), `epoch`, `held_out_explained_variance`, and the mean `value_loss` on the training tasks since the
+            one before (which the first, before any step, has not). Every new best is saved, so the last one saved as
+            such is the best; where no step makes a better one (`before_was_best`), or the explained variance is never a
+            number (all rewards equal), there is none. Its `start` has the `optimizer_steps` before the first.
         parts: optimizer steps of an epoch; None: `train.critic.minibatches`, so there is one measurement an epoch.
         before_epoch: called with the number of each epoch before it begins.
     """
     options: CriticConfig = context.config.train.critic
     targets, every = discounted_rewards(held_out, context.config.train.gae), options.minibatches
-    groups, steps_before = context.groups(held_out), engine.optimizer_steps
+    groups, history = context.groups(held_out), progress.history
     parts = min(parts or every, len(training))
     each = math.ceil(parts / every)  # measurements of an epoch
-    steps: list[Sums] = []
 
     def measured() -> float:
         score_groups(engine, groups, engine.values, "values", field=FIELD)
         share(context, held_out, groups, FIELD)
         return explained(targets, (sample.fields[FIELD] for sample in held_out))
 
-    history = [{"step": 0, "epoch": 0.0, NAME: measured()}]
+    if not history:
+        history.append({"step": 0, "epoch": 0.0, NAME: measured()})
     rule = StopRule(options.warmup_min_epochs * each, options.warmup_patience * each, before=history[0][NAME])
-    for epoch in range(options.warmup_epochs):
-        before_epoch(epoch)
+    for known in history[1:]:
+        rule.add(known[NAME])
+    for epoch in range(progress.taken // parts, options.warmup_epochs):
+        if rule.is_over:
+            break
+        first = progress.taken - epoch * parts
+        if not first:
+            before_epoch(epoch)
         for done, sums in enumerate(
-            update_epoch(context, engine, training, loss, seed=seed, epoch=epoch, parts=parts), start=1
+            update_epoch(context, engine, training, loss, seed=seed, epoch=epoch, parts=parts, first=first),
+            start=first + 1,
         ):
-            steps.append(sums)
+            progress.took(sums)
             if done % every and done < parts:
+                progress.save_if_due(engine)
                 continue
-            recent = steps[history[-1]["step"] :]
-            now = {"step": len(steps), "epoch": epoch + done / parts, NAME: measured()}
-            history.append({**now, "value_loss": means(merge(recent))["value_loss"]})
+            recent = means(merge(taken(*progress.steps[history[-1]["step"] :])))
+            now = {"step": progress.taken, "epoch": epoch + done / parts, NAME: measured()}
+            history.append({**now, "value_loss": recent.get("value_loss", math.nan)})
             if rule.add(now[NAME]):
-                save()
+                progress.save_best(engine)
+            progress.save_if_due(engine)
             context.say(
-                f"critic warm-up, epoch {now['epoch']:.3g} (step {len(steps)}): "
+                f"critic warm-up, epoch {now['epoch']:.3g} (step {progress.taken}): "
                 f"held-out explained variance {now[NAME]:.3f}"
             )
             if rule.is_over:
                 break
-        if rule.is_over:
-            break
     best = history[rule.best_at if rule.has_best else -1]
+    steps_of_best = progress.start["optimizer_steps"] + len(taken(*progress.steps[: best["step"]]))
     metrics = {
         "critic/held_out_trajectories": float(len(held_out)),
         f"critic/{NAME}_before": history[0][NAME],
         f"critic/{NAME}": best[NAME],
         f"critic/{NAME}_task_mean": explained_by_tasks(held_out, targets),
-        "critic/optimizer_steps": float(steps_before + best["step"]),  # of the critic that is kept
-        "critic/warmup_steps": float(len(steps)),
+        "critic/optimizer_steps": float(steps_of_best),
+        "critic/warmup_steps": float(progress.taken),
         "critic/warmup_epochs": history[-1]["epoch"],
         "critic/warmup_best_epoch": best["epoch"],
         "critic/warmup_stopped_rising": float(rule.has_best and rule.is_over),
     }
-    return WarmUp(steps, metrics, history, rule.has_best and rule.best_at == 0)
+    return WarmUp(metrics, rule.has_best and rule.best_at == 0)

@@ -2,6 +2,7 @@
 
     DIR/<id>.safetensors                 one record (trajectory.record)
     DIR/<name>.shard.safetensors         many records; the file's own header is the index
+    DIR/<id>.damaged                     one that was changed before it was sealed; its episode is played again
     DIR/exchange.<name>.log              what the engine was asked and answered (trajectory.exchange)
 
 A shard appears whole by one rename and only then are its single files removed, so a reader that lists single files
@@ -19,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from megatron_t1.trajectory.record import SCHEMA_VERSION, Header, Trajectory
 from megatron_t1.trajectory.typed import anything, check, text
 
 SUFFIX = ".safetensors"
+DAMAGED_SUFFIX = ".damaged"  # in place of SUFFIX
 SHARD_SUFFIX = ".shard.safetensors"
 SHARD_FORMAT = "megatron-t1 shard"
 SHARD_SIZE = 128
@@ -211,6 +213,18 @@ class RolloutStore:
         path.unlink()
         return True
 
+    def set_aside_damaged(self) -> dict[str, IncompleteError]:
+        """Rename unsealed records that were changed, out of the store: id -> what is wrong. Sealed ones stay."""
+        found: dict[str, IncompleteError] = {}
+        for trajectory_id in self._list_singles():
+            try:
+                self._load_single(trajectory_id, verify=True)
+            except IncompleteError as error:
+                with suppress(FileNotFoundError):  # another worker did it
+                    os.replace(self._single(trajectory_id), self.directory / f"{trajectory_id}{DAMAGED_SUFFIX}")
+                    found[trajectory_id] = error
+        return found
+
     def ids(self) -> list[str]:
         """Ids of all trajectories, sorted."""
         singles = self._list_singles()  # before the shards: see the module's docstring
@@ -276,8 +290,7 @@ class RolloutStore:
             return self.load_from(now, trajectory_id, verify=verify)
 
     def __contains__(self, trajectory_id: str) -> bool:
-        single = self._single(check_id(trajectory_id)).is_file()
-        return single or self._shard_of(trajectory_id) is not None
+        return self._single(check_id(trajectory_id)).is_file() or self._shard_of(trajectory_id) is not None
 
     def __len__(self) -> int:
         return len(self.ids())
@@ -359,8 +372,7 @@ class RolloutStore:
         return trajectory
 
     def _list_singles(self) -> list[str]:
-        names = (name for name in self._files() if not name.endswith(SHARD_SUFFIX))
-        return [self._id_of(name) for name in names]
+        return [self._id_of(name) for name in self._files() if not name.endswith(SHARD_SUFFIX)]
 
     def _list_shards(self) -> dict[str, _Shard]:
         for name in self._files():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_t1 import sealed
 from megatron_t1.audit.findings import Kind
 from megatron_t1.audit.run import audit_target, exit_status
 from megatron_t1.audit.targets import find_all, find_targets
@@ -135,15 +136,22 @@ def test_rollouts_without_books_whose_records_are_gone_are_found(run, tmp_path):
     assert status == 1 and finding.kind == Kind.NO_RECORD and finding.detail.startswith("6 episodes")
 
 
+def test_rollouts_that_were_deleted_by_policy_are_not_missed(run):
+    shutil.rmtree(run / ROLLOUT)
+    assert audited(run)[0] == 1
+    sealed.write(run / "manifest.json", {**sealed.read(run / "manifest.json"), "retired": [ROLLOUT]})
+    assert audited(run) == (0, [])
+    assert main(["verify", str(run)]) == 0
+
+
 def test_a_phase_that_is_under_way_or_was_set_aside_is_fine(run):
     (run / "phases/iter_0001/rollout").mkdir(parents=True)
     (run / "rollouts/iter_0001").mkdir()
     with ExchangeLog(run / "rollouts/iter_0001") as log:
         log.session("first", 0)
     assert audited(run) == (0, [])
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["finished"] = []  # another configuration, before a step was finished: the loop moves the records away
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    # Another configuration, before a step was finished: the loop moves the records away.
+    sealed.write(run / "manifest.json", {**sealed.read(run / "manifest.json"), "finished": []})
     (run / "superseded_1").mkdir()
     for kind in ("rollouts", "evaluations"):
         os.rename(run / kind, run / "superseded_1" / kind)

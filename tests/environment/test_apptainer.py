@@ -15,7 +15,7 @@ from megatron_t1.environment.verifier import verify
 from megatron_t1.errors import T1Error
 
 VERIFIER = """#!/bin/bash
-echo "$GREETING"; ls /tests; touch /tests/x && exit 3
+echo "$GREETING"; ls /tests; python3 -V; touch /tests/x && exit 3
 grep -q done /app/a.txt; echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 
@@ -78,6 +78,7 @@ def test_an_episode_from_start_to_verdict(stub, make_task):
     assert [bind.split(":", 1)[1] for bind in binds] == ["/tests:ro", "/logs/verifier"]
     first_stop = next(number for number, call in enumerate(calls) if call[:2] == ["instance", "stop"])
     assert first_stop < calls.index(starts[1])  # the agent's processes are dead before the tests come in
+    assert calls.index(starts[1]) < max(number for number, call in enumerate(calls) if "find /" in " ".join(call))
     limits = next(word for call in calls if call[0] == "exec" for word in call if word.startswith("ulimit"))
     assert "ulimit -v 524288" in limits and "ulimit -u 128" in limits
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_t1.environment.containers import archive
 from megatron_t1.environment.containers.engine import Engine, _is_abandoned, driver_identity, plain_limits
-from megatron_t1.environment.containers.image import StandIn, bases_of, mapped_dockerfile
+from megatron_t1.environment.containers.image import StandIn, TaskImage, bases_of, mapped_dockerfile
 from megatron_t1.environment.containers.tampering import ImageFacts, describe, parse_diff, suspicious
 from megatron_t1.environment.sandbox.base import Inventory
 from megatron_t1.environment.sandbox.interface import SandboxLost
@@ -204,3 +204,24 @@ def test_no_limit_is_above_what_the_driver_may_give():
     assert "fsize=1048576:1048576" in words and "core=0:0" in words
     value = int(next(word for word in words if word.startswith("nofile=")).split(":")[1])
     assert value <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] or resource.getrlimit(resource.RLIMIT_NOFILE)[1] == -1
+
+
+def test_here_documents_are_no_instructions():
+    document = (
+        "RUN cat > /x <<EOF && cat <<-'TWO'\n# kept\nFROM a\n\nWORKDIR /a\nRUN pip install pytest\nlast \\\nEOF\n"
+        "WORKDIR /b\n\tTWO\n"
+    )
+    text = (
+        f"FROM a\nWORKDIR /w\n{document}RUN pip install pytest && ls\nCOPY <<X /y\nRUN pip install pytest\nX\nENV A=1\n"
+    )
+    mapped = mapped_dockerfile(text, {"a": HAVE}, make_workdirs=True)
+    assert mapped == text.replace("FROM a", "FROM local/base:1", 1).replace("pip install pytest && ls", ": && ls")
+    assert bases_of("FROM a\nRUN <<E\nFROM b\nE\n") == ["a"]
+
+
+def test_the_link_that_an_images_directory_is():
+    image = TaskImage("i", "/app", {}, "", ImageFacts.parse(b"workdir /srv/real\0"))
+    paths = {"/app": "/srv/real", "/app/x": "/srv/real/x", "/apps": "/apps", "/": "/"}
+    assert {path: image.real(path) for path in paths} == paths
+    assert TaskImage("i", "/app", {}, "", ImageFacts(workdir="/")).real("/app") == "/"
+    assert TaskImage("i", "/", {}, "", ImageFacts(workdir="/")).real("/x") == "/x"

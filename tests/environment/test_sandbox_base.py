@@ -132,6 +132,12 @@ def test_what_is_no_root_is_refused_and_leaves_nothing(open_path, content, probl
     assert not any((open_path / "out").iterdir())
 
 
+def test_a_pipe_is_not_waited_for(open_path):
+    os.mkfifo(open_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        make_base(open_path / "out", SandboxConfig(), source=open_path / "pipe")
+
+
 def test_a_tarball_can_not_write_elsewhere(open_path):
     victim = open_path / "victim"
     victim.mkdir(mode=0o777)

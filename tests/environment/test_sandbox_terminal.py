@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.config.targets import SANDBOX_METHODS
-from megatron_t1.environment.sandbox.interface import SandboxLost
+from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
+from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
 from megatron_t1.environment.sandbox.terminal import TerminalSandbox, key_words
 
 needs_tmux = pytest.mark.skipif(not shutil.which("tmux", path="/usr/bin:/usr/local/bin"), reason="no tmux below /usr")
@@ -93,3 +94,15 @@ def test_without_tmux(terminal, monkeypatch):
 
 def test_it_is_a_sandbox():
     assert all(hasattr(TerminalSandbox, name) for name in SANDBOX_METHODS)
+
+
+@pytest.mark.parametrize("noted", ["", "1 \u00b2", "1 " + "9" * 5000, "1", "\x1e"])
+def test_what_the_prompt_noted_is_somebody_elses(monkeypatch, noted):
+    """The file that says it belongs to the agent."""
+
+    async def run(self, command, timeout_s):
+        return CommandResult(0, f"$\x1e0 {noted}")
+
+    monkeypatch.setattr(BubblewrapSandbox, "run", run)
+    result = asyncio.run(TerminalSandbox(SandboxConfig()).run("x", 1.0))
+    assert result.exit_code is None and not result.timed_out

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_t1.config.schema import SandboxConfig
+from megatron_t1.environment.sandbox.process import host_identity
 from megatron_t1.environment.sandbox.scratch import DISK, ScratchDirectory, reachable, remove_abandoned, shared_base
 from megatron_t1.errors import T1Error
 
@@ -55,3 +57,10 @@ def test_abandoned_directories_are_removed_and_living_ones_kept(tmp_path):
     finally:
         living.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("uid", [0, -1, 2**31, 99_999_999_999])
+def test_a_user_that_no_host_has_is_named(monkeypatch, uid):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(T1Error, match="env.sandbox.host_uid"):
+        host_identity(SandboxConfig(host_uid=uid))

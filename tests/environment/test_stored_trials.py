@@ -154,3 +154,9 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path, capsys, scale):
     trial(tmp_path / "a__1234567", reward_txt="1")
     assert main(["reward", "analyze", str(tmp_path), "--scale", scale]) != 0
     assert "--scale must be a finite number" in capsys.readouterr().err
+
+
+def test_a_trial_that_is_named_twice_counts_once(tmp_path, capsys):
+    trial(tmp_path / "jobs" / "a__1234567", reward_txt="1")
+    assert main(["reward", "analyze", str(tmp_path), str(tmp_path / "jobs"), f"{tmp_path}/jobs/../jobs"]) == 0
+    assert capsys.readouterr().out.startswith("1 trials of 1 tasks")

@@ -264,6 +264,8 @@ FORGED = ctrf(*["passed"] * 9999, "failed")
         ("grade > /logs/verifier/reward.txt", {PYTEST: xml("passed"), REWARD_TEXT: b"0"}, REWARD_TEXT, 0, 1),
         ("grade > /logs/verifier/reward.txt", {REWARD_JSON: b'{"a": 1}', REWARD_TEXT: b"0"}, REWARD_TEXT, 0, 1),
         ("grade > /logs/verifier/reward.txt", {REWARD_JSON: b'{"a": 1}'}, None, 0, 0),
+        (RUNS.replace("pytest", "true install; pytest"), {REWARD_TEXT: b"1"}, None, 0, 0),
+        (RUNS.replace("pytest", "pip install x && pytest"), {REWARD_TEXT: b"1"}, None, 0, 0),
         # what they ask for has to be there, and to agree
         (RUNS + "# --ctrf", {CTRF: FORGED, PYTEST: xml("passed", "failed"), REWARD_TEXT: b"0"}, None, 0, 0),
         (RUNS + "# --ctrf", {CTRF: ctrf("passed"), REWARD_TEXT: b"1"}, None, 0, 0),
@@ -294,6 +296,19 @@ def test_files_that_count_are_found_in_any_test_and_in_the_environment():
     assert expected_files(inner) == (CTRF,)
     assert expected_files(task_with("grade $OUT", verifier_env={"OUT": "/logs/verifier/reward.json"})) == (REWARD_JSON,)
     assert expected_files(task_with("/opt/grade")) == ()
+    # a check that runs the agent's own tests: each of them would be a check
+    check = {
+        "test.sh": (b"/tests/check > /logs/verifier/reward.txt", 0o755),
+        "check.py": (b"run(['pytest', app])", 0o644),
+    }
+    assert expected_files(Task("t", "do", content=TaskContent(tests=check))) == (REWARD_TEXT,)
+
+
+def test_a_number_without_end_in_the_output_is_no_error():
+    verdict = judge(
+        task_with(RUNS), VerifierRun(0, "9" * 5000 + " passed in 0.1s\n", False, {PYTEST: xml("passed")}), 60.0
+    )
+    assert verdict.trusted and verdict.passed == 1
 
 
 def test_where_nothing_could_be_collected_pytest_says_so_and_ctrf_is_empty():

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_t1.environment.containers.tampering import ImageFacts, suspicious
 from megatron_t1.environment.planted import exposed
+from megatron_t1.environment.sandbox.base import modules_of
 from megatron_t1.environment.sandbox.changes import Snapshot
 from megatron_t1.environment.sandbox.inside import Inside
 from megatron_t1.environment.sandbox.interface import Change
@@ -112,6 +113,159 @@ def test_python_path_loads_more():
     assert found(["/lib2/sitecustomize.py", "/lib2/x.pth"], "pytest", {"PYTHONPATH": "/lib2"})
 
 
+OUTSIDE = "cd /app\npytest tests -rA\n"
+COPIED = "cp /tests/check.py /app/\n/app/check.py\n"
+UV = "source $HOME/.local/bin/env\nuvx -w pytest pytest /tests/test_a.py\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "change"),
+    [
+        # the verifier's directory is gone, or can't be told
+        ("python3 -c 'import json'", "/json.py"),
+        ('D=/srv/x\ncd "$D"\npython3 -m pytest /tests', "/srv/x/json.py"),
+        ("cd $(git rev-parse --show-toplevel)\npython3 -m pytest /tests", "/any/where/json.py"),
+        # what Python's own library looks for and hasn't got
+        (PYTHON, "/app/org/python/core.py"),
+        (PYTHON, "/app/setuptools.py"),
+        # files that the scripts source, and shells that read their own
+        (UV, "/root/.local/bin/env"),
+        (UV, "/root/.local/bin/uvx"),
+        (UV, "/root/.cache/uv/archive-v0/x/pytest/__init__.py"),
+        (". /opt/v/bin/activate; pytest /tests", Change("/opt/v/bin/activate", "modified", "file")),
+        ("source ~/.bashrc; pytest /tests", "/root/.bashrc"),
+        ("bash -lc 'pytest /tests'", "/etc/profile.d/x.sh"),
+        ("bash -lc 'pytest /tests'", "/root/.bash_profile"),
+        # programs by their path, or on a PATH that the scripts set
+        ("/opt/v/bin/pytest /tests", "/opt/v/bin/pytest"),
+        ("V=/opt/v; $V/bin/python -m x", "/opt/v/lib/python3.11/site-packages/x.pth"),
+        ("V=/app/.v; $V/bin/python -m x", "/app/.v/lib/python3.11/site-packages/x.pth"),
+        ("/app/.v/bin/pytest", Change("/app/.v/lib/python3.11/site-packages/_pytest/main.py", "modified", "file")),
+        ('export PATH="/opt/v/bin:$PATH"\npytest /tests', "/opt/v/bin/pytest"),
+        ("/opt/v/bin/tool", Change("/opt/v/bin/tool", "modified", "file")),
+        ("/opt/v/bin/tool", Change("/opt/v/bin", "added", "link")),
+        # pytest looks beyond the tests
+        (OUTSIDE, "/app/conftest.py"),
+        (OUTSIDE, "/app/tests/unit/conftest.py"),
+        (OUTSIDE, Change("/app/pyproject.toml", "modified", "file")),
+        (OUTSIDE, "/pytest.ini"),
+        (OUTSIDE, "/app/tests/test_mine.py"),
+        ("pytest /tests/test_a.py /app", "/tox.ini"),
+        ("cp /tests/test_a.py /app\ncd /app; pytest test_a.py", "/app/test_a.py"),
+        # a copy of a test that can't be written where it should be
+        (COPIED, Change("/app/check.py", "modified", "locked")),
+        (COPIED, Change("/app/check.py", "added", "directory")),
+        (COPIED, Change("/app/check.py", "modified", "link")),
+        ("LD_LIBRARY_PATH=/opt/l prog", "/opt/l/libc.so.6"),
+    ],
+)
+def test_what_else_the_verifier_looks_into(script, change):
+    tests = {"test_a.py": "", "check.py": ""}
+    assert found([change], script, **tests) == [change if isinstance(change, str) else change.path]
+
+
+@pytest.mark.parametrize(
+    ("script", "change"),
+    [
+        ("pytest /tests/test_a.py -rA", "/app/conftest.py"),
+        ("pytest /tests/test_a.py -rA", Change("/app/pyproject.toml", "modified", "file")),
+        ('cd "$(dirname "$0")"; pytest', "/app/conftest.py"),
+        ("pytest /tests", "/root/.bashrc"),
+        ("/opt/v/bin/tool", "/opt/v/bin/tool"),
+        ("export PATH=$PATH:/opt/go/bin; go build", "/opt/go/bin/go"),
+        (OUTSIDE, Change("/app/tests/test_old.py", "modified", "file")),
+        (OUTSIDE, "/app/src/main.py"),
+        (OUTSIDE, "/srv/test_x.py"),
+        (COPIED, "/app/check.py"),
+        ("LD_LIBRARY_PATH=/app/build prog", "/app/build/libmine.so"),
+        ("V=/app/v; $V/bin/python -m x", Change("/app/v/lib/data.txt", "modified", "file")),
+        ('cd "$UNKNOWN"; make', "/srv/json.py"),
+    ],
+)
+def test_an_agents_own_work_beside_it_is_no_reason(script, change):
+    assert found([change], script, **{"test_a.py": "", "check.py": ""}) == []
+
+
+def test_known_names_of_checks_make_tests_of_the_agent_harmless():
+    tests = {"test.sh": (OUTSIDE.encode(), 0o755)}
+    task = Task("t", "do", content=TaskContent(tests=tests), check_names=("tests.test_a::test",))
+    changes = [Change("/app/tests/test_mine.py", "added", "file"), Change("/app/conftest.py", "added", "file")]
+    assert exposed(task, {}).planted(changes) == ["/app/conftest.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "path"),
+    [
+        ("BASH_ENV", "/app/e", "/app/e"),
+        ("LD_PRELOAD", "/opt/a.so /opt/b.so", "/opt/b.so"),
+        ("PERL5LIB", "/app/perl", "/app/perl/strict.pm"),
+        ("OPENSSL_CONF", "/srv/o.cnf", "/srv/o.cnf"),
+        ("LD_LIBRARY_PATH", "/usr/lib:/srv/lib", "/srv/lib/libz.so.1"),
+    ],
+)
+def test_variables_of_the_image_that_name_code(name, value, path):
+    assert found([path], "true", {name: value}) == [path]
+
+
+def test_a_working_directory_that_is_a_link_in_the_image(in_sandbox, write_harbor_task):
+    task = write_harbor_task("FROM x\nRUN mkdir -p /srv/real && ln -s /srv/real /app\nWORKDIR /app\n")
+    (task.tests_dir / "test.sh").write_text("python3 -c 'import json' && echo 1 > /logs/verifier/reward.txt\n")
+
+    async def body(sandbox):
+        await sandbox.start(task)
+        await sandbox.run("echo > json.py", 20)
+        return await verify(sandbox, task, 30)
+
+    verdict = in_sandbox(body)
+    assert not verdict.trusted and "/srv/real/json.py" in verdict.reason
+
+
+def test_links_are_followed_inside(tmp_path):
+    (tmp_path / "srv/real/bin").mkdir(parents=True)
+    (tmp_path / "etc").mkdir()
+    for link, target in {"app": "/srv/real", "srv/x": "../app/bin", "loop": "loop", "out": "../../../../etc"}.items():
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "srv/real/file").symlink_to("/srv/real/bin/file")
+    root = Inside(tmp_path, None, frozenset({"usr"}))
+    paths = {"/app/a/b": "/srv/real/a/b", "/srv/x": "/srv/real/bin", "/app/file": "/srv/real/bin/file", "/": "/",
+             "/loop/x": "/loop/x", "/out/x": "/etc/x", "/usr/bin/x": "/usr/bin/x", "/no/x": "/no/x"}  # fmt: skip
+    assert {path: root.real(path) for path in paths} == paths
+
+
+def test_a_closed_working_directory_loses_no_sandbox(in_sandbox, make_task):
+    """An agent could have its episode played again by closing the directory that the verifier starts in."""
+
+    async def body(sandbox):
+        task = make_task(test_sh="test -e /app/x; echo $((! $?)) > /logs/verifier/reward.txt\n")
+        await sandbox.start(task)
+        await sandbox.run("chmod 0 /app; exit", 20)
+        return (await sandbox.run("pwd", 20)).output, await verify(sandbox, task, 30)
+
+    where, verdict = in_sandbox(body)
+    assert where == "/\n" and (verdict.trusted, verdict.passed, verdict.total) == (True, 0, 1), verdict.reason
+
+
+def test_a_locked_file_is_seen(tmp_path):
+    (tmp_path / "check.py").write_text("")
+    snapshot = Snapshot(Inside(tmp_path, None))
+    snapshot.settle()
+    (tmp_path / "check.py").chmod(0o444)
+    assert [(change.path, change.kind, change.entry) for change in snapshot.changes()] == [
+        ("/check.py", "modified", "locked")
+    ]
+
+
+def test_what_installed_packages_would_like_to_import_counts(tmp_path):
+    package = tmp_path / "usr/lib/python3/dist-packages/pandas"
+    (package / "tests").mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "try:\n    # faster\n    import pyarrow as pa\nexcept ImportError:\n    pass\n"
+    )
+    (package / "doc.py").write_text('"""try:\n\n  from the start"""\nimport numpy\n')
+    (package / "tests/x.py").write_text("try:\n    import foo\nexcept ImportError:\n    pass\n")
+    assert modules_of(tmp_path) == {"pandas", "pyarrow"}
+
+
 SCRIPT = "cd /app\npython3 -c 'import json' && r=0 || r=1\necho $r > /logs/verifier/reward.txt\n"
 
 
@@ -135,6 +289,7 @@ def verdict_of(in_sandbox, make_task):
         "mkdir /opt/e; echo 'raise SystemExit(1)' > /opt/e/__init__.py; ln -s /opt/e json",
         "mkdir /opt/e; echo 'raise SystemExit(1)' > /opt/e/json.py; cd /; mv app app2; ln -s /opt/e app",
         "mkdir x-1.dist-info; echo '[pytest11]' > x-1.dist-info/entry_points.txt",
+        "echo 'raise SystemExit(1)' > /json.py; cd /; rm -rf app",
         "(while [ -e a.txt ]; do :; done; echo 'raise SystemExit(1)' > json.py) & sleep 0.1; rm a.txt; sleep 0.1",
     ],
 )

@@ -26,6 +26,15 @@ def main():
     for phase in options.phases.split(","):
         with open(paths.root / "executions.jsonl", "a") as log:
             log.write(json.dumps([options.iteration, phase, rank]) + "\n")
+        if options.behave == f"linger:{phase}":  # until somebody makes that file
+            while not (paths.root / "hurry").exists():
+                time.sleep(0.1)
+        if options.behave in ("crash once", "lose engine once") and rank == 0 and not (paths.root / "failed").exists():
+            (paths.root / "failed").touch()
+            if options.behave == "lose engine once":
+                print("error: the engine was lost", file=sys.stderr, flush=True)
+                os._exit(75)
+            os.kill(os.getpid(), signal.SIGKILL)
         behave(options.behave, rank)
         if rank == 0:
             target = paths.root / "outputs" / f"{options.iteration}-{phase}"

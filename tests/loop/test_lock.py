@@ -3,16 +3,23 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.lock import LOCK_FILE, RunLock, owner_alive, this_process
+from tests.workshop import wait_until
 
 
 def write_lock(directory, **changes):
     (directory / LOCK_FILE).write_text(json.dumps({**this_process(), "token": "other", **changes}))
+
+
+def quick(directory):
+    """A lock that watches a silent owner for a moment only."""
+    return RunLock(directory, heartbeat_s=0.05)
 
 
 def test_second_loop_is_refused_and_the_owner_named(tmp_path):
@@ -48,7 +55,7 @@ def test_other_host_is_judged_by_its_heartbeat(tmp_path):
         pass
     old = time.time() - 1000
     os.utime(tmp_path / LOCK_FILE, (old, old))
-    with RunLock(tmp_path):
+    with quick(tmp_path):
         pass
 
 
@@ -57,7 +64,7 @@ def test_damaged_lock_is_judged_by_its_age(tmp_path):
     with pytest.raises(T1Error), RunLock(tmp_path):
         pass
     os.utime(tmp_path / LOCK_FILE, (1, 1))
-    with RunLock(tmp_path):
+    with quick(tmp_path):
         pass
 
 
@@ -69,7 +76,7 @@ def test_damaged_lock_says_what_to_do(tmp_path, content):
         pass
     assert "None" not in str(caught.value) and "delete the file" in caught.value.remedy
     os.utime(lock, (1, 1))
-    with RunLock(tmp_path):
+    with quick(tmp_path):
         pass
 
 
@@ -108,3 +115,53 @@ def test_heartbeat_moves(tmp_path):
         os.utime(tmp_path / LOCK_FILE, (1, 1))
         time.sleep(0.3)
         assert (tmp_path / LOCK_FILE).stat().st_mtime > 1000
+
+
+@pytest.mark.parametrize("jump_s", [-86400.0, -300.0, 300.0, 86400.0])
+def test_a_jump_of_the_clock_takes_no_lock_from_a_living_owner(tmp_path, jump_s):
+    """The owner can't be seen from here, and its last heartbeat carries the time of before the jump."""
+    write_lock(tmp_path, host="elsewhere")
+    lock, stop = tmp_path / LOCK_FILE, threading.Event()
+
+    def beat():
+        while not stop.wait(0.05):
+            os.utime(lock)
+
+    then = time.time() - jump_s
+    os.utime(lock, (then, then))
+    beating = threading.Timer(0.1, beat)
+    beating.start()
+    try:
+        with pytest.raises(T1Error, match="elsewhere"), RunLock(tmp_path, heartbeat_s=0.3):
+            pass
+    finally:
+        stop.set()
+        beating.join()
+
+
+@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
+def test_a_jump_of_the_clock_keeps_no_dead_owners_lock(tmp_path, jump_s):
+    write_lock(tmp_path, host="elsewhere")
+    then = time.time() - jump_s
+    os.utime(tmp_path / LOCK_FILE, (then, then))
+    with quick(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == socket.gethostname()
+
+
+def test_who_was_thought_dead_notices_and_leaves_the_lock_to_its_new_owner(tmp_path):
+    with pytest.raises(T1Error, match="another loop has taken over this run: process 1 on elsewhere"):
+        with quick(tmp_path) as lock:
+            write_lock(tmp_path, host="elsewhere", pid=1)
+            wait_until(lambda: lock.lost, 5)
+            with pytest.raises(T1Error, match="taken over"):
+                lock.require_held()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere"
+
+
+def test_a_lock_that_was_deleted_is_taken_again(tmp_path):
+    with quick(tmp_path) as lock:
+        (tmp_path / LOCK_FILE).unlink()
+        wait_until((tmp_path / LOCK_FILE).exists, 5)
+        lock.require_held()
+        with pytest.raises(T1Error, match=str(os.getpid())), RunLock(tmp_path):
+            pass

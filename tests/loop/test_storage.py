@@ -1,8 +1,14 @@
+import os
+import shutil
+
 import pytest
 
+from megatron_t1.errors import T1Error
 from megatron_t1.loop.manifest import new_manifest
-from megatron_t1.loop.storage import retire
-from megatron_t1.manifest import FinishedStep
+from megatron_t1.loop.space import expected_bytes, require_space
+from megatron_t1.loop.steps import Step
+from megatron_t1.loop.storage import retire, sweep
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 
 
@@ -81,3 +87,121 @@ def test_unrecorded_newer_versions_and_foreign_names_stay(config):
     assert sorted(entry.name for entry in (paths.root / "checkpoints" / "actor").iterdir()) == [
         "iter_0001", "iter_0002", "iter_0003", "notes",
     ]  # fmt: skip
+
+
+def rollouts(config, policies):
+    paths = make(config, policies)
+    for iteration in range(policies + 1):
+        paths.rollouts(iteration).mkdir(parents=True)
+        paths.values(iteration).mkdir(parents=True)
+        (paths.rollouts(iteration) / "a.shard.safetensors").touch()
+    return paths
+
+
+def test_all_rollouts_stay_unless_the_options_say_otherwise(config):
+    paths = rollouts(config, 4)
+    retire(config, manifest_after(config, 4))
+    assert left(paths, "rollouts") == left(paths, "values") == [0, 1, 2, 3, 4]
+
+
+def test_newest_rollouts_stay_with_values_and_the_exports_that_sampled_them(config):
+    config.loop.keep_rollouts, config.loop.keep_exports = 3, 1
+    paths, manifest = rollouts(config, 4), manifest_after(config, 4)
+    retire(config, manifest)
+    assert left(paths, "rollouts") == left(paths, "values") == [2, 3, 4]
+    assert left(paths, "hf") == [1, 2, 3, 4]  # rollout 2 was sampled by policy 1: its audit scores it again
+    kept = Manifest.read(paths.manifest)
+    assert {"rollouts/iter_0000", "values/iter_0001", "checkpoints/actor/iter_0001"} <= set(kept.retired)
+
+
+@pytest.mark.parametrize(("keep_evaluated", "stay"), [(0, [1, 2, 4, 5]), (1, [2, 4, 5]), (5, [1, 2, 4, 5])])
+def test_exports_of_evaluated_policies(config, keep_evaluated, stay):
+    config.loop.keep_evaluated = keep_evaluated
+    paths = make(config, 5)
+    retire(config, manifest_after(config, 5, evaluated=[1, 2]))
+    assert left(paths, "hf") == stay
+
+
+def test_rollouts_that_a_step_still_has_to_read_stay(config):
+    config.loop.keep_rollouts = 1
+    paths, manifest = rollouts(config, 3), manifest_after(config, 3)
+    manifest.finished.append(FinishedStep(4, "rollout", "0" * 64, "l", {}, 1.0, 1, 1, 1, 0.0))
+    paths.rollouts(4).mkdir()
+    retire(config, manifest)
+    assert left(paths, "rollouts") == [4]
+
+
+def test_rollouts_of_a_step_that_can_be_repeated_stay(config):
+    """Nobody has exported the actor of iteration 3 (somebody played the next rollout by hand)."""
+    config.loop.keep_rollouts = 1
+    paths, manifest = rollouts(config, 4), manifest_after(config, 3)
+    manifest.finished = [step for step in manifest.finished if step.key != (3, "export")]
+    manifest.finished.append(FinishedStep(4, "rollout", "0" * 64, "l", {}, 1.0, 1, 1, 1, 0.0))
+    retire(config, manifest)
+    assert left(paths, "rollouts") == left(paths, "values") == [3, 4]
+
+
+@pytest.mark.parametrize("moment", ["recorded", "renamed", "half deleted"])
+def test_killed_while_it_deletes_the_next_start_ends_it(config, moment, monkeypatch):
+    config.loop.keep_rollouts = 1
+    paths, manifest = rollouts(config, 4), manifest_after(config, 4)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    def half(path):
+        next(path.iterdir(), path / "nothing").unlink(missing_ok=True)
+        raise Killed
+
+    what = {"recorded": ("os.rename", die), "renamed": ("shutil.rmtree", die), "half deleted": ("shutil.rmtree", half)}
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(*what[moment])
+        retire(config, manifest)
+    manifest = Manifest.read(paths.manifest)  # what is gone is known to be: it was recorded first
+    assert "rollouts/iter_0000" in manifest.retired
+    sweep(paths.root)
+    retire(config, manifest)
+    assert left(paths, "rollouts") == [4]
+    assert not [path for path in paths.root.rglob("*") if path.name.endswith(".deleting")]
+
+
+def test_what_killed_writers_left_is_swept_and_nothing_else(config):
+    paths = rollouts(config, 1)
+    half = [paths.root / "config.yaml.123.partial", paths.rollouts(0) / "a.safetensors.45.partial",
+            paths.phase(0, "rollout") / "result.json.6.partial"]  # fmt: skip
+    deleting = paths.rollouts(7).with_name("iter_0007.deleting")
+    kept = [paths.rollouts(0) / "a.partial", paths.rollouts(0) / "x.1.partial.txt", paths.root / "mine.deleting/a"]
+    for path in [*half, *kept, deleting / "b"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert sorted(sweep(paths.root)) == sorted([*half, deleting])
+    assert all(path.exists() for path in kept) and not any(path.exists() for path in [*half, deleting])
+
+
+def test_room_of_a_first_execution_is_estimated_from_the_model(config):
+    manifest = new_manifest(config)
+    manifest.start_model = {"a.safetensors": {"size": 4000}, "b.safetensors": {"size": 400}, "config.json": {"size": 9}}
+    config.rollout.tasks_per_iteration, config.rollout.samples_per_task, config.rollout.max_context = 2, 3, 100
+    tokens, routes = 600, 4 * 4  # layers x top-k, one byte each
+    assert expected_bytes(config, manifest, "rollout") == tokens * (24 + routes)
+    assert expected_bytes(config, manifest, "export") == 4400
+    assert expected_bytes(config, manifest, "actor") == 3 * 4400  # float32 weights and two moments
+    config.model.dtype = "bfloat16"
+    assert expected_bytes(config, manifest, "actor") == 7 * 4400  # master weights as well
+    assert expected_bytes(config, manifest, "critic") == 7 * 4400 + 12 * tokens
+    manifest.finished.append(FinishedStep(1, "actor", "0" * 64, "l", {}, 1.0, 1, 1, 1000, 0.0))
+    assert expected_bytes(config, manifest, "actor") == 1200
+
+
+def test_a_file_system_without_inodes_is_named(config, monkeypatch):
+    class Full:
+        f_files, f_favail = 10_000, 7
+
+    os.makedirs(config.run.dir)
+    monkeypatch.setattr("os.statvfs", lambda path: Full)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
+    with pytest.raises(T1Error, match="too few free inodes for iteration 0: rollout: 7, about"):
+        require_space(config, new_manifest(config), Step(0, ("rollout",)))

@@ -7,18 +7,21 @@ because nobody thought of it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
-from megatron_t1.config.schema import LayoutConfig
-from megatron_t1.model.parallel import layout_problems
+from megatron_t1.config.families import core_problems
+from megatron_t1.config.layout_rules import layout_problems
+from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
+from tests.hybrid_model import HYBRID
 from tests.tiny_model import ARCHITECTURE
 
 DENSE_LAYERS = {"moe": 0, "dense_first_1": 1, "dense_first_2": 2, "mtp": 0}
+ARCHITECTURES = {"hybrid": replace(HYBRID, linear_num_key_heads=4, linear_num_value_heads=8)}  # others: ARCHITECTURE
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "world": (1, 2, 4),
@@ -65,6 +68,10 @@ class Case:
         return LayoutConfig(processes=self.world, recompute=recompute, **sizes)
 
     @property
+    def architecture(self) -> ArchitectureConfig:
+        return ARCHITECTURES.get(self.model, ARCHITECTURE)
+
+    @property
     def data_parallel(self) -> int:
         return self.world // (self.tensor * self.pipeline * self.context)
 
@@ -106,10 +113,39 @@ REPORTED = (
     Case(roles="three", recompute="full"),  # miles#2226
 )
 
+# The hybrid model has a list of its own: older cores lack it or parts of it.
+_TWO, _FOUR = {"world": 2, "model": "hybrid"}, {"world": 4, "model": "hybrid"}
+HYBRID_FEW = (
+    Case(**_TWO, expert=2),
+    Case(**_TWO, pipeline=2, recompute="full"),
+)
+HYBRID_ALL = (
+    *HYBRID_FEW,
+    Case(model="hybrid", batch="padded"),
+    Case(model="hybrid", recompute="full", micro_batches=1),
+    Case(model="hybrid", roles="value", recompute="moe"),
+    Case(**_TWO),
+    Case(**_TWO, expert=2, dispatcher="allgather"),
+    Case(**_TWO, expert=2, batch="padded", scored=True),
+    Case(**_TWO, expert=2, roles="three", recompute="moe"),
+    Case(**_TWO, pipeline=2),
+    Case(**_TWO, pipeline=2, virtual_pipeline=2),
+    Case(**_TWO, pipeline=2, virtual_pipeline=2, recompute="full"),
+    Case(**_TWO, context=2),
+    Case(**_TWO, context=2, batch="padded"),
+    Case(**_TWO, context=2, expert=2, recompute="full"),
+    Case(**_TWO, tensor=2, expert_tensor=2),
+    Case(**_TWO, tensor=2, expert=2),
+    Case(**_TWO, tensor=2, expert=2, batch="padded", roles="value"),
+    Case(**_FOUR, tensor=2, context=2, expert=2),
+    Case(**_FOUR, pipeline=2, context=2, expert=2, recompute="full"),
+    Case(**_FOUR, tensor=2, pipeline=2, virtual_pipeline=2, expert=2),
+)
+
 
 def problem(case: Case) -> str:
     """Why a case can't be run on any core; empty when it can."""
-    wrong = layout_problems(case.layout, case.world, backend="cpu", architecture=ARCHITECTURE)
+    wrong = layout_problems(case.layout, case.architecture, processes=case.world, backend="cpu")
     if wrong:
         return "; ".join(wrong)
     if case.virtual_pipeline > 1 and case.micro_batches % case.pipeline:
@@ -126,6 +162,8 @@ def problem(case: Case) -> str:
 
 def core_defect(case: Case, version: str) -> str:
     """Why a case can't be run on megatron-core `version`; empty when it can."""
+    if case.model == "hybrid":
+        return "; ".join(core_problems(case.architecture, case.layout, version))
     if case.model != "mtp":
         return ""
     if version.startswith(("0.14.", "0.15.")) and case.recompute == "block":
@@ -142,7 +180,7 @@ def all_cases() -> tuple[Case, ...]:
     cases = []
     for sizes in product(*(FACTORS[name] for name in PARALLEL)):
         parallel = dict(zip(PARALLEL, sizes, strict=True))
-        if layout_problems(Case(**parallel).layout, parallel["world"], backend="cpu", architecture=ARCHITECTURE):
+        if layout_problems(Case(**parallel).layout, ARCHITECTURE, processes=parallel["world"], backend="cpu"):
             continue
         for values in product(*(FACTORS[name] for name in rest)):
             case = Case(**parallel, **dict(zip(rest, values, strict=True)))

@@ -14,21 +14,29 @@ import torch
 from megatron.core import parallel_state as state
 from torch import Tensor, nn
 
+from megatron_t1.config.schema import ArchitectureConfig
+
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a parameter: slice `rank` of `size` along `dim`; of both halves where the input is gated."""
+    """A rank's part of a parameter: slice `rank` of `size` along `dim`; with `sections` of each section of dim 0.
+
+    Attributes:
+        sections: relative sizes; (1, 1) where a gated unit has its two matrices in one.
+    """
 
     dim: int | None = None
     rank: int = 0
     size: int = 1
-    gated: bool = False
+    sections: tuple[int, ...] = ()
 
     def take(self, full: Tensor) -> Tensor:
         if self.dim is None or self.size == 1:
             return full
-        if self.gated:
-            return torch.cat([half.chunk(self.size)[self.rank] for half in full.chunk(2)])
+        if self.sections:
+            unit = len(full) // sum(self.sections)
+            parts = full.split([unit * share for share in self.sections])
+            return torch.cat([part.chunk(self.size)[self.rank] for part in parts])
         rows = -(-full.shape[self.dim] // self.size)  # a padded vocabulary has zero rows at its end
         part = full.narrow(self.dim, self.rank * rows, min(rows, full.shape[self.dim] - self.rank * rows))
         missing = list(full.shape)
@@ -48,14 +56,27 @@ def placed_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter, Cut
         expert = ".experts." in name
         size = state.get_expert_tensor_parallel_world_size() if expert else state.get_tensor_model_parallel_world_size()
         rank = state.get_expert_tensor_parallel_rank() if expert else state.get_tensor_model_parallel_rank()
-        dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-        yield _global_name(chunk, name), parameter, Cut(dim, rank, size, name.endswith("linear_fc1.weight"))
+        # A delta net's own parameters have no partition_dim in cores before 0.19.
+        dim = getattr(parameter, "partition_dim", 0) if getattr(parameter, "tensor_model_parallel", False) else None
+        yield _global_name(chunk, name), parameter, Cut(dim, rank, size, _sections(name, chunk.architecture))
+
+
+def _sections(name: str, a: ArchitectureConfig) -> tuple[int, ...]:
+    """What is stacked along dimension 0 and cut section by section."""
+    keys, values = a.linear_num_key_heads * a.linear_key_head_dim, a.linear_num_value_heads * a.linear_value_head_dim
+    if name.endswith("linear_fc1.weight"):
+        return 1, 1
+    if name.endswith("in_proj.weight"):
+        return keys, keys, values, values, a.linear_num_value_heads, a.linear_num_value_heads
+    return (keys, keys, values) if name.endswith("conv1d.weight") else ()
 
 
 def initial_value(name: str, shape: list[int]) -> Tensor:
     """float32, a pure function of the global name."""
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-    return 1 + 0.3 * noise if "norm" in name and name.endswith("weight") else 0.1 * noise
+    if "norm" in name and name.endswith("weight"):
+        return 1 + 0.3 * noise
+    return (0.4 if "conv1d" in name else 0.1) * noise
 
 
 def initialise(chunk: nn.Module, vocab_size: int) -> None:

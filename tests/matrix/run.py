@@ -70,7 +70,7 @@ def _in_group(store: dist.Store, name: str, case: Case, action: Callable[[Any], 
     try:
         backend = cpu_backend()
         dist.init_process_group("gloo", store=groups, rank=rank, world_size=world, timeout=timeout)
-        initialize_parallel(case.layout, backend, seed=0, architecture=ARCHITECTURE, timeout_s=TIMEOUT_S)
+        initialize_parallel(case.layout, backend, seed=0, architecture=case.architecture, timeout_s=TIMEOUT_S)
         result, failure = action(backend), ""
     except Exception:
         result, failure = None, f"rank {rank}: {traceback.format_exc()[-4000:]}"
@@ -191,12 +191,12 @@ class Trained:
         from tests.matrix.parameters import initialise
 
         self.case, self.role = case, role
-        dense = DENSE_LAYERS[case.model]
+        dense = DENSE_LAYERS.get(case.model, 0)
         overrides: dict[str, Any] = {"moe_layer_freq": [0] * dense + [1] * (L - dense)}
         if case.recompute == "block":
             overrides |= {"recompute_method": "block", "recompute_num_layers": 1}
         build = build_with_mtp if case.model == "mtp" else build_model
-        chunks = build(tiny_config(case.layout), backend, role, **overrides)
+        chunks = build(tiny_config(case.layout, architecture=case.architecture), backend, role, **overrides)
         for chunk in chunks:
             initialise(chunk, chunk.architecture.vocab_size)
         self.replay = RoutingReplay(chunks, num_experts=E, top_k=K)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from megatron_t1.atomic import sha256_file
 from megatron_t1.errors import ConfigError, IncompleteError, MismatchError
 from tests.distributed import run_distributed
-from tests.model.workers import round_trip
+from tests.model.workers import round_trips
 from tests.tiny_model import ARCHITECTURE, hf_config, tiny_config, tokens, write_hf
 
 
@@ -25,61 +25,59 @@ def exported_tensors(directory):
     return tensors
 
 
-def assert_round_trip(root, result, dtype="float32"):
-    original, exported = load_file(root / "hf/model.safetensors"), exported_tensors(root / "out")
+def assert_round_trip(root, result, dtype="float32", out="out0"):
+    original, exported = load_file(root / "hf/model.safetensors"), exported_tensors(root / out)
     assert original.keys() == exported.keys()
     assert all(torch.equal(original[name], exported[name]) for name in original)
     assert result["report"]["loaded"] == len(original)
     assert result["report"]["newly_initialised"] == [] and result["report"]["converted"] == {}
     listed = {file["path"]: file for file in result["files"]}
-    on_disk = {f"out/{path.name}": path for path in (root / "out").iterdir()}
+    on_disk = {f"{out}/{path.name}": path for path in (root / out).iterdir()}
     assert listed.keys() == on_disk.keys()
     for path, file in listed.items():
         assert (file["size"], file["sha256"]) == (on_disk[path].stat().st_size, sha256_file(on_disk[path]))
-    assert not list(root.glob("out.*"))
-    assert json.loads((root / "out/config.json").read_text()) == hf_config(
+    assert not list(root.glob(f"{out}.*"))
+    assert json.loads((root / out / "config.json").read_text()) == hf_config(
         replace(ARCHITECTURE, tie_word_embeddings="lm_head.weight" not in original), dtype
     )
 
 
+LAYOUTS = [
+    {"expert": 2},
+    {"tensor": 2, "expert": 2},
+    {"tensor": 2, "expert_tensor": 2},
+    {"pipeline": 2},
+    {"pipeline": 2, "virtual_pipeline": 2},
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [
-        (2, {"expert": 2}),
-        (2, {"tensor": 2, "expert": 2}),
-        (2, {"tensor": 2, "expert_tensor": 2}),
-        (2, {"pipeline": 2}),
-        (2, {"pipeline": 2, "virtual_pipeline": 2}),
-    ],
-    ids=str,
+    ("layouts", "tied"),
+    [(LAYOUTS, False), ([{"pipeline": 2}], True)],
+    ids=["every layout", "tied over two stages"],
 )
-def test_round_trip_is_bit_exact_in_every_layout(tmp_path, world_size, layout):  # Megatron-LM#5844 Megatron-Bridge#1871
-    write_hf(tmp_path / "hf")
-    results = run_distributed("tests.model.workers:round_trip", world_size, directory=str(tmp_path), layout=layout)
-    assert results[0] == results[1]
-    assert_round_trip(tmp_path, results[0])
-
-
-@pytest.mark.slow
-def test_round_trip_of_a_tied_model_over_two_stages(tmp_path):
-    write_hf(tmp_path / "hf", replace(ARCHITECTURE, tie_word_embeddings=True))
-    arguments = {"directory": str(tmp_path), "layout": {"pipeline": 2}, "tied": True}
-    assert_round_trip(tmp_path, run_distributed("tests.model.workers:round_trip", 2, **arguments)[0])
+def test_round_trip_is_bit_exact(tmp_path, layouts, tied):  # Megatron-LM#5844 Megatron-Bridge#1871
+    write_hf(tmp_path / "hf", replace(ARCHITECTURE, tie_word_embeddings=tied))
+    arguments = {"directory": str(tmp_path), "layouts": layouts, "tied": tied}
+    results = run_distributed("tests.model.workers:round_trips", 2, **arguments)
+    assert results[0] == results[1] and len(results[0]) == len(layouts)
+    for number, result in enumerate(results[0]):
+        assert_round_trip(tmp_path, result, out=f"out{number}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip_in_one_process(tmp_path, dtype):
     write_hf(tmp_path / "hf", dtype=dtype)
-    assert_round_trip(tmp_path, round_trip(str(tmp_path), {}, dtype=dtype), dtype)
+    assert_round_trip(tmp_path, round_trips(str(tmp_path), [{}], dtype=dtype)[0], dtype)
 
 
 def test_export_replaces_an_earlier_one_and_ignores_an_interrupted_one(tmp_path):
     write_hf(tmp_path / "hf")
-    for leftover in ("out", "out.partial", "out.replaced"):
+    for leftover in ("out0", "out0.partial", "out0.replaced"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "old.safetensors").write_text("old")
-    assert_round_trip(tmp_path, round_trip(str(tmp_path), {}))
+    assert_round_trip(tmp_path, round_trips(str(tmp_path), [{}])[0])
 
 
 def build(backend, role="policy", architecture=ARCHITECTURE, dtype="float32"):

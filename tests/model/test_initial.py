@@ -1,14 +1,17 @@
-"""The random start model: deterministic, complete, and what transformers calls a Qwen3-MoE."""
+"""The random start model: deterministic, complete, and what transformers calls a Qwen3-MoE or Qwen3.5-MoE."""
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 
+from megatron_t1.config.compose import compose
 from megatron_t1.config.schema import ModelConfig
 from megatron_t1.errors import ConfigError, T1Error
-from megatron_t1.model.initial import create_initial_model, tensor_shapes
+from megatron_t1.model.initial import create_initial_model
 from megatron_t1.model.initial_tokenizer import CONTROL_TOKENS, train_tokenizer
+from megatron_t1.model.initial_weights import tensor_shapes
 
 WORDS = ("alpha", "budget", "carrot", "docs")
 CORPUS = [f"create the file {word}.txt and {word} in {word}/{word}" for word in WORDS] * 2
@@ -28,17 +31,18 @@ def test_same_seed_same_bytes_and_another_seed_other_weights(tmp_path):
     assert [name for name in first if first[name] != other[name]] == ["model.safetensors"]
 
 
-def test_transformers_loads_every_tensor(tmp_path):
+@pytest.mark.parametrize(("model", "kind"), [("tiny", "Qwen3MoeForCausalLM"), ("tiny_hybrid", "Qwen3_5MoeForCausalLM")])
+def test_transformers_loads_every_tensor(tmp_path, model, kind):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    config = ModelConfig(dtype="bfloat16")
+    config = replace(compose([f"model={model}"]).model, dtype="bfloat16")
     model_dir = create_initial_model(tmp_path / "model", config, 3, CORPUS)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.bfloat16, output_loading_info=True
     )
-    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert type(model).__name__ == kind
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     raw = json.loads((model_dir / "config.json").read_text())
-    assert model.config.rope_parameters["rope_theta"] == raw["rope_theta"] == config.architecture.rope_theta
+    assert model.config.rope_parameters["rope_theta"] == config.architecture.rope_theta
     shapes = dict(tensor_shapes(config.architecture, raw["vocab_size"]))
     assert sum(parameter.numel() for parameter in model.parameters()) == sum(
         torch.Size(shape).numel() for shape in shapes.values()
@@ -72,7 +76,7 @@ def test_failures_name_everything_and_leave_nothing(tmp_path):
         assert part in str(caught.value)
     with pytest.raises(T1Error, match="corpus"):
         create_initial_model(tmp_path / "model", ModelConfig(), 0, [])
-    with pytest.raises(ConfigError, match="qwen3_5_moe"):
+    with pytest.raises(ConfigError, match="linear_num_key_heads"):
         config = ModelConfig()
         config.architecture.family = "qwen3_5_moe"
         create_initial_model(tmp_path / "model", config, 0, CORPUS)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_t1.config.layout_rules import layout_problems
 from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.model.backend import select_backend
@@ -12,7 +13,6 @@ from megatron_t1.model.parallel import (
     Rendezvous,
     first_host,
     initialize_parallel,
-    layout_problems,
     rendezvous_from_environment,
 )
 from tests.distributed import run_distributed
@@ -21,7 +21,7 @@ from tests.tiny_model import ARCHITECTURE, cpu_backend
 
 def problems(world_size: int, *, backend: str = "cpu", architecture=None, **sizes) -> str:
     layout = LayoutConfig(**{"expert": 1, **sizes})
-    return "\n".join(layout_problems(layout, world_size, backend=backend, architecture=architecture))
+    return "\n".join(layout_problems(layout, architecture, processes=world_size, backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_layouts_that_work(world_size, sizes):
 @pytest.mark.parametrize(
     ("world_size", "sizes", "said"),
     [
-        (6, {"expert": 4}, "nearest world sizes that can: 4 and 8"),  # Megatron-LM#1517 slime#1818
-        (3, {"tensor": 2, "expert_tensor": 2}, "2 and 4"),
+        (6, {"expert": 4}, "nearest: 4, 8"),  # Megatron-LM#1517 slime#1818
+        (3, {"tensor": 2, "expert_tensor": 2}, "nearest: 2, 4"),
         (2, {"tensor": 2}, "layout.expert_tensor=2"),
         (2, {"context": 2, "expert_tensor": 2}, "layout.expert_tensor=1"),
         (2, {"virtual_pipeline": 2}, "layout.pipeline > 1"),
@@ -64,10 +64,10 @@ def test_architecture_must_divide():
         expert=3,
         pipeline=2,
         backend="cuda",
-        architecture=ArchitectureConfig(num_key_value_heads=2, num_experts=16, num_hidden_layers=3),
+        architecture=ArchitectureConfig(num_key_value_heads=3, num_experts=16, num_hidden_layers=3),
     )
     assert len(said.splitlines()) == 3
-    assert all(name in said for name in ("num_key_value_heads=2", "num_experts=16", "num_hidden_layers=3"))
+    assert all(name in said for name in ("num_key_value_heads=3", "num_experts=16", "num_hidden_layers=3"))
 
 
 def test_freed_pipeline_outputs_with_virtual_stages_are_refused_on_gloo():  # row R39, measured
@@ -181,3 +181,36 @@ def fail_on_rank(rank: int) -> str:
 def test_failure_of_one_rank_is_everybodys():
     said = run_distributed("tests.model.test_parallel_layout:fail_on_rank", 2, rank=1)
     assert "rank 1 failed: the disk is full" in said[0] and "the disk is full" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"), "gone"),
+        (RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete"), "late"),
+        (RuntimeError("rank 3 failed: shapes differ"), ""),
+        (T1Error("RuntimeError: Connection reset by peer"), "gone"),
+        (T1Error("rank 1 failed: RuntimeError: Timed out waiting 5000ms for send operation to complete"), "late"),
+        (T1Error("rank 1 of 2 didn't join the others within 5 s: timed out after 5000ms"), ""),
+        (ValueError("Connection closed by peer"), ""),
+    ],
+)
+def test_what_only_says_that_the_others_are_gone(error, expected):
+    from megatron_t1.model.collective import lost_others
+
+    assert lost_others(error) == expected
+    chained = KeyError("name")
+    chained.__context__ = error
+    assert lost_others(chained) == expected
+
+
+def test_a_joining_that_timed_out_speaks_for_itself():
+    from megatron_t1.model.collective import lost_others
+
+    try:
+        try:
+            raise RuntimeError("The client socket has timed out after 5000ms while trying to connect")
+        except RuntimeError as error:
+            raise T1Error("rank 1 of 2 didn't join the others") from error
+    except T1Error as error:
+        assert lost_others(error) == ""

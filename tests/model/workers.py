@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,18 +134,55 @@ def policy_logprobs(chunk, hidden, ids):
     return chosen - largest - total.log()
 
 
-def round_trip(directory: str, layout: dict[str, Any], tied: bool = False, dtype: str = "float32") -> dict[str, Any]:
-    """Load hf/, export to out/; what was written."""
+def round_trips(
+    directory: str, layouts: list[dict[str, Any]], tied: bool = False, dtype: str = "float32"
+) -> list[dict[str, Any]]:
+    """Load hf/ and export it, to out0, out1, ...; what was reported of each."""
     from megatron_t1.model.build import build_model
-    from megatron_t1.model.convert import export_hf, load_hf
 
-    with parallel(layout) as (backend, parsed):
-        architecture = replace(ARCHITECTURE, tie_word_embeddings=tied)
-        chunks = build_model(tiny_config(parsed, dtype, architecture), backend, "policy", initialize=False)
-        root = Path(directory)
+    architecture = replace(ARCHITECTURE, tie_word_embeddings=tied)
+
+    def build(backend, layout):
+        return build_model(tiny_config(layout, dtype, architecture), backend, "policy", initialize=False)
+
+    return _convert(Path(directory), layouts, dtype, build)
+
+
+def hybrid_round_trips(directory: str, layouts: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
+    """As `round_trips`, of a Qwen3.5 checkpoint through a model of nothing but parameters."""
+    import torch
+
+    from megatron_t1.model.stored import architecture_from_hf
+    from tests.model.skeleton import skeleton
+
+    root = Path(directory)
+    architecture = architecture_from_hf(root / "hf")
+    return _convert(root, layouts, dtype, lambda *_: [skeleton(architecture, getattr(torch, dtype))])
+
+
+def _convert(root: Path, layouts: list[dict[str, Any]], dtype: str, build: Callable) -> list[dict[str, Any]]:
+    """One meeting of the ranks for all layouts; in a test's own process the state of its fixture."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_t1.model.convert import export_hf, load_hf
+    from megatron_t1.model.parallel import destroy_parallel, initialize_parallel
+
+    backend, ours, results = cpu_backend(), not dist.is_initialized(), []
+    for number, layout in enumerate(layouts):
+        parsed = LayoutConfig(**{"expert": 1, **layout})
+        if ours:
+            initialize_parallel(parsed, backend, seed=0, architecture=ARCHITECTURE, timeout_s=120)
+        chunks = build(backend, parsed)
         report = load_hf(chunks, root / "hf", "policy")
-        files = export_hf(chunks, root / "out", root / "hf", dtype, max_file_bytes=20_000, relative_to=root)
-        return {"report": vars(report), "files": [vars(file) for file in files]}
+        out = root / f"out{number}"
+        files = export_hf(chunks, out, root / "hf", dtype, max_file_bytes=20_000, relative_to=root)
+        results.append({"report": vars(report), "files": [vars(file) for file in files]})
+        if ours:
+            parallel_state.destroy_model_parallel()
+    if ours:
+        destroy_parallel()
+    return results
 
 
 def losses_from_hf(

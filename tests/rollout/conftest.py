@@ -91,6 +91,7 @@ class FakeSampler:
     def __init__(self, turns, routes: bool = False):
         self.turns, self.routes = list(turns), routes
         self.contract, self.cached_tokens, self.rooms = contract(), 0, []
+        self.continued_turns, self.earlier_s = 0, 0.0
 
     async def next_turn(self, stream, max_tokens):
         self.rooms.append(max_tokens)

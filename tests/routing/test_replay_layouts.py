@@ -7,38 +7,12 @@ from importlib import metadata
 
 import pytest
 
-from tests.distributed import run_distributed
 from tests.matrix.cases import Case, core_defect, selection
+from tests.matrix.outcomes import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Outcomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # the first test of a world size waits for all of them
 STRENGTH = int(os.environ.get("T1_LAYOUT_STRENGTH", "2"))  # see tests.matrix.cases
 CORE = metadata.version("megatron-core")
-LOSS_TOLERANCE = 1e-6  # fp32, relative
-GRADIENT_TOLERANCE = 1e-5  # of the norm of the whole parameter's gradient, for any parameter
-
-
-class Outcomes:
-    """Runs the selected cases, all of one world size in one start of the processes, when the first is asked for."""
-
-    def __init__(self, directory, cases: list[Case]):
-        self.directory, self.cases = str(directory), cases
-        pairs = sorted({(case.model, role) for case in cases for role in case.trained_roles})
-        self._worlds = {1: self._run(1, pairs)}
-        self.references = self._worlds[1]["references"]
-
-    def _run(self, world: int, references) -> dict:
-        cases = sorted((case for case in self.cases if case.world == world), key=lambda case: case.name)
-        ranks = run_distributed(
-            "tests.matrix.run:run_cases", world, timeout_s=1500.0, directory=self.directory,
-            cases=[case.to_dict() for case in cases], references=references,
-        )  # fmt: skip
-        assert all(rank["megatron"] == ranks[0]["megatron"] for rank in ranks)
-        return ranks[0]
-
-    def of(self, case: Case) -> dict:
-        if case.world not in self._worlds:
-            self._worlds[case.world] = self._run(case.world, [])
-        return self._worlds[case.world]["cases"][case.name]
 
 
 @pytest.fixture(scope="module")

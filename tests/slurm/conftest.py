@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 from virtual_cluster import VirtualCluster, unavailable
 
+PARTITIONS = {"sampling": "n[1-2]", "training": "n[3-4]"}
+
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Two virtual nodes with 8 CPUs and no GPU each."""
+    """Four virtual nodes with 8 CPUs and no GPU each, in one partition; two of its own for each kind of phase."""
     reason = unavailable()
     if reason:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="t1-slurm-") as directory:  # short: socket paths have a length limit
-        virtual = VirtualCluster(Path(directory), nodes=2, gpus=0)
+        virtual = VirtualCluster(Path(directory), nodes=4, gpus=0, partitions=PARTITIONS)
         try:
             virtual.start()
             yield virtual

@@ -38,7 +38,7 @@ def driven_run(directory: Path, *overrides: str) -> Config:
     config = absolute(
         compose([f"run.dir={directory / 'run'}", "cluster=slurm", "cluster.train.processes_per_node=1",
                  "loop.iterations=1", "loop.warmup_iterations=1", "cluster.rollout.threads=1",
-                 "cluster.train.threads=1", *overrides])
+                 "cluster.train.threads=1", "cluster.slurm.preflight=false", *overrides])
     )  # fmt: skip
     save(config, f"{config.run.dir}/config.yaml")
     script = directory / "job.sh"

@@ -17,7 +17,7 @@ def test_is_valid_bash_and_reads_nothing_beside_it():
 
 @pytest.mark.slow
 def test_command_line_wins_over_the_header(cluster):
-    """The header asks for 8 nodes with 8 GPUs each; this cluster has 2 without."""
+    """The header asks for 8 nodes with 8 GPUs each; this cluster has 4 without."""
 
     def accepted(*options):
         command = ["sbatch", "--test-only", *options, str(SCRIPT), "model=tiny"]
@@ -27,7 +27,7 @@ def test_command_line_wins_over_the_header(cluster):
     assert accepted("-N1", "--gpus-per-node=0", "--time=1", "--partition=debug")
     assert not accepted()
     assert not accepted("-N2")
-    assert not accepted("-N3", "--gpus-per-node=0")
+    assert not accepted("-N5", "--gpus-per-node=0")
 
 
 @pytest.mark.slow

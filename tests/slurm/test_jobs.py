@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from megatron_t1.loop.submission import heterogeneous_job, one_job, resource_opt
 from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 
-SIZES = ("+experiment=ppo_122b", "cluster=slurm", *TINY, "loop.warmup_iterations=1", "loop.iterations=1")
+SIZES = (
+    *("+experiment=ppo_122b", "cluster=slurm", *TINY),
+    *("loop.warmup_iterations=1", "loop.iterations=1", "cluster.slurm.preflight=false"),
+)
 
 
 def options_of(*overrides: str) -> list[str]:
@@ -53,6 +57,43 @@ def test_the_list_of_jobs_survives_a_cut_line(tmp_path):
         file.write('{"job": 8, "ev\n[1]\n')
     slurm_jobs.note(tmp_path, 9, event="began")
     assert [line["job"] for line in slurm_jobs.noted(tmp_path)] == [7, 9]
+
+
+def test_a_job_is_found_among_the_tasks_of_its_array(monkeypatch):
+    shown = (
+        "JobId=12 ArrayJobId=12 ArrayTaskId=1 JobName=a JobState=RUNNING Restarts=2 NodeList=n2\n"
+        "JobId=11 ArrayJobId=12 ArrayTaskId=0 JobName=a JobState=FAILED Restarts=0 NodeList=n1\n"
+    )
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: shown)
+    assert (slurm_jobs.find(11).state, slurm_jobs.find(12).restarts) == ("FAILED", 2)
+    assert slurm_jobs.find(13) is None
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: None)
+    assert slurm_jobs.find(12) is None
+
+
+def test_a_number_that_slurm_gave_to_another_job_is_not_the_run_s(tmp_path, monkeypatch):
+    """A controller that lost job 20 in a crash gives the number to the next one that anybody hands in."""
+    slurm_jobs.note(tmp_path, 20, event="submitted", kind="train", after=19)
+    shown = {"JobId": "20", "JobState": "RUNNING", "Restarts": "0"}
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: " ".join(f"{k}={v}" for k, v in shown.items()))
+
+    def submitted(seconds: float) -> None:
+        shown["SubmitTime"] = datetime.fromtimestamp(time.time() + seconds).isoformat(timespec="seconds")
+
+    submitted(-10)
+    assert slurm_jobs.find_noted(tmp_path, 20).id == 20
+    submitted(30)
+    assert slurm_jobs.find(20).id == 20 and slurm_jobs.find_noted(tmp_path, 20) is None
+    shown["Restarts"] = "1"  # queued again, which is a new submission to Slurm
+    assert slurm_jobs.find_noted(tmp_path, 20).id == 20
+
+
+def test_an_address_that_slurm_does_not_tell_is_an_error(monkeypatch):
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: "NodeName=n1 NodeAddr=10.0.0.7 Port=1")
+    assert slurm_jobs.node_address("n1") == "10.0.0.7"
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: "NodeName=n1")
+    with pytest.raises(T1Error, match="doesn't tell the address of node n1"):
+        slurm_jobs.node_address("n1")
 
 
 def test_a_run_without_a_chain_says_so(tmp_path):
@@ -187,7 +228,7 @@ def test_a_job_out_of_time_queues_itself_again(cluster, inputs, tmp_path):
     )  # fmt: skip
     log = tmp_path / "log"
     cluster.wait(lambda: log.exists() and "queued again (1 of 1" in log.read_text(), 120, "the time limit's signal")
-    cluster.wait(lambda: "not queued again: it was 1 times" in log.read_text(), 240, "the second time limit")
+    cluster.wait(lambda: "is not queued again: it was 1 times" in log.read_text(), 240, "the second time limit")
     assert cluster.finish(job) == "FAILED" and cluster.exit_code(job) == "143:0"
     events = [(line["event"], line.get("restarts")) for line in slurm_jobs.noted(tmp_path / "run")]
     assert events == [("began", None), ("requeued", 1), ("began", None)]

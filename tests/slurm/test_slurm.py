@@ -3,6 +3,10 @@
 import json
 import os
 import socket
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 from jobs import driven_run, environment
@@ -203,6 +207,26 @@ def test_lock_of_the_same_job_before_it_was_requeued(tmp_path, monkeypatch, rest
             return
     with pytest.raises(T1Error, match="another loop"), lock:
         pass
+
+
+def test_loop_that_outlived_its_node_is_taken_over_and_waited_for(tmp_path, monkeypatch):
+    """slurmd died, the node didn't: Slurm started the job again, even on a node from which the old process is seen."""
+    former = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    owner = {**this_process(), "pid": former.pid, "start_ticks": start_ticks(former.pid), "token": "other"}
+    (tmp_path / LOCK_FILE).write_text(json.dumps(owner))
+    with pytest.raises(T1Error, match="another loop"), RunLock(tmp_path):
+        pass
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with RunLock(tmp_path, heartbeat_s=60) as lock:
+        assert lock.former["pid"] == former.pid
+        lock.wait_for_former(0.0, lambda: 1)  # told to stop: doesn't wait
+        ending = threading.Timer(0.5, former.kill)
+        ending.start()
+        began = time.monotonic()
+        threading.Thread(target=former.wait, daemon=True).start()
+        lock.wait_for_former(60.0)
+        assert 0.3 < time.monotonic() - began < 30
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from megatron_t1.processes import start_ticks
+
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 
 SLURM_CONF = """\
@@ -42,12 +44,15 @@ ReturnToService=2
 SlurmctldTimeout=30
 SlurmdTimeout=10
 InactiveLimit=0
+BatchStartTimeout=120
+MessageTimeout=60
 KillWait=5
 MinJobAge=300
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,sched_min_interval=100000,bf_interval=2,batch_sched_delay=0
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO
+{partitions}
 """
 
 
@@ -75,8 +80,17 @@ def free_ports(count: int) -> list[int]:
 
 
 class VirtualCluster:
-    def __init__(self, base: Path, *, nodes: int = 2, cpus: int = 8, gpus: int = 8):
-        self.base, self.cpus, self.gpus = base, cpus, gpus
+    """Daemons of one cluster; each can be killed and started again on its own.
+
+    Args:
+        base: its directory: short, since socket paths have a length limit.
+        partitions: name -> nodes, beside `debug`, which has all.
+    """
+
+    def __init__(
+        self, base: Path, *, nodes: int = 2, cpus: int = 8, gpus: int = 8, partitions: dict[str, str] | None = None
+    ):
+        self.base, self.cpus, self.gpus, self.partitions = base, cpus, gpus, partitions or {}
         self.names = [f"n{number}" for number in range(1, nodes + 1)]
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))},
@@ -100,8 +114,38 @@ class VirtualCluster:
         )  # fmt: skip
         self._run("slurmctld", "-c")
         for node in self.names:
-            self._run("slurmd", "-N", node)
-        self.wait(lambda: set(self.output("sinfo", "-h", "-N", "-o", "%t").split()) == {"idle"}, 20, "idle nodes")
+            self.start_node(node)
+        self.wait_until_idle()
+
+    def start_node(self, name: str) -> None:
+        """Start a node's daemon; after `kill_node` it ends what is left of jobs that have gone elsewhere."""
+        self._run("slurmd", "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """SIGKILL to a node's daemon alone, as when a node is cut off: the controller loses it, its processes go on."""
+        self._kill(self.base / "run" / f"slurmd.{name}.pid")
+
+    def start_controller(self) -> None:
+        """With the state that the last one saved."""
+        self._run("slurmctld")
+
+    def kill_controller(self) -> None:
+        """SIGKILL: what it has not saved yet is lost."""
+        self._kill(self.base / "run" / "slurmctld.pid")
+
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        """Until every node is there, and free."""
+
+        def idle() -> bool:
+            return set(self.output("sinfo", "-h", "-p", "debug", "-N", "-o", "%T").split()) == {"idle"}
+
+        self.wait(idle, seconds, "idle nodes")
+
+    def _kill(self, pid_file: Path) -> None:
+        pid = int(pid_file.read_text())
+        os.kill(pid, signal.SIGKILL)
+        self.wait(lambda: start_ticks(pid) is None, 10, f"the end of process {pid}")
+        pid_file.unlink()
 
     def stop(self) -> None:
         subprocess.run(["scancel", "-u", "root"], env=self.env, capture_output=True)
@@ -120,13 +164,18 @@ class VirtualCluster:
         return int(done.stdout.strip().partition(";")[0])
 
     def state(self, job: int) -> str:
-        return self._shown(job, "JobState")
+        return self.shown(job, "JobState")
 
     def exit_code(self, job: int) -> str:
         """`status:signal` of the batch script."""
-        return self._shown(job, "ExitCode")
+        return self.shown(job, "ExitCode")
 
-    def _shown(self, job: int, field: str) -> str:
+    def queue(self) -> set[int]:
+        """Jobs that wait or work."""
+        return {int(word) for word in self.output("squeue", "-h", "-o", "%A").split()}
+
+    def shown(self, job: int, field: str) -> str:
+        """A field of a job as the controller has it; "UNKNOWN" where the job has none."""
         for word in self.output("scontrol", "show", "job", str(job), "-o").split():
             if word.startswith(f"{field}="):
                 return word.partition("=")[2]
@@ -162,7 +211,13 @@ class VirtualCluster:
             f"SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 RealMemory=20000{gres} State=UNKNOWN"
             for name, own in zip(self.names, ports, strict=True)
         )
-        text = SLURM_CONF.format(host=host, base=self.base, port=port, node_port=node_port, nodes=nodes)
+        partitions = "\n".join(
+            f"PartitionName={name} Nodes={own} MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO"
+            for name, own in self.partitions.items()
+        )
+        text = SLURM_CONF.format(
+            host=host, base=self.base, port=port, node_port=node_port, nodes=nodes, partitions=partitions
+        )
         (self.base / "slurm.conf").write_text(text)
         devices = f"NodeName=n[1-{len(self.names)}] Name=gpu Count={self.gpus} File=/dev/tty[0-{self.gpus - 1}]\n"
         (self.base / "gres.conf").write_text("AutoDetect=off\n" + (devices if self.gpus else ""))

@@ -30,7 +30,8 @@ def epoch(monkeypatch):
 
         def train_step(batches, loss, *, loss_scale):
             seen.append(([sample.name for group in batches for sample in group], loss_scale))
-            return {"loss": torch.tensor([1.0, 1.0], dtype=torch.float64)}
+            sums = {"loss": 1.0, "skipped": 0.0}
+            return {name: torch.tensor([value, 1.0], dtype=torch.float64) for name, value in sums.items()}
 
         engine = SimpleNamespace(
             optimizer_config=ActorConfig(minibatches=minibatches), micro_batches=lambda groups: groups,

@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.containers import archive
 from megatron_t1.environment.containers.engine import Engine, end_process
-from megatron_t1.environment.containers.session import Session
+from megatron_t1.environment.containers.session import Session, running
 from megatron_t1.environment.image import CopyFiles, MakeDirectory, RunCommand
 from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
@@ -83,15 +83,14 @@ class ApptainerSandbox:
         self._session = Session(self._spawn, self._script, self._workdir, self._output_limit)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
-        result = await self._running().run(command, timeout_s)
-        return result
+        return await running(self._session).run(command, timeout_s)
 
     async def put_files(self, files: Files) -> None:
-        self._running()
+        running(self._session)
         await self._unpack(archive.pack(files))
 
     async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
-        self._running()
+        running(self._session)
         fetched = Fetched()
         for path in paths:
             try:
@@ -112,7 +111,10 @@ class ApptainerSandbox:
 
     async def changes(self) -> list[Change]:
         """By names and change times, which GNU find tells."""
-        self._running()
+        running(self._session)
+        return await self._changes()
+
+    async def _changes(self) -> list[Change]:
         before, now = self._initial, await self._listing()
         found = [Change(path, "added") for path in now.keys() - before.keys()]
         found += [Change(path, "removed") for path in before.keys() - now.keys()]
@@ -132,12 +134,10 @@ class ApptainerSandbox:
         }
 
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
-        self._running()
-        surroundings = exposed(task, verifier_environment(task, self._env), self._workdir)
-        doubt = describe_planted(surroundings.planted(await self.changes())) if surroundings else ""
+        running(self._session)
         await self._end_instance()
-        if doubt or not has_room(self._scratch.disk, self._config):
-            return VerifierRun(None, "", False, doubt=doubt or FULL)
+        if not has_room(self._scratch.disk, self._config):
+            return VerifierRun(None, "", False, doubt=FULL)
         tests, logs = self._scratch.path / "tests", self._scratch.disk / "logs"
         try:
             write_protected_tests(task, tests)
@@ -146,6 +146,12 @@ class ApptainerSandbox:
             raise SandboxLost(f"can't prepare the verifier: {error}", where=str(self._scratch.path)) from error
         self._env = verifier_environment(task, self._env)
         await self._begin("--bind", f"{tests}:/tests:ro", "--bind", f"{logs}:{VERIFIER_DIR}")
+        # Looked at only now that nothing of the agent's can change it any more.
+        surroundings = await asyncio.to_thread(exposed, task, self._env, self._workdir)
+        doubt = describe_planted(surroundings.planted(await self._changes())) if surroundings else ""
+        if doubt:
+            await self._end_instance()
+            return VerifierRun(None, "", False, doubt=doubt)
         words = ("/bin/bash", "--noprofile", "--norc", "/tests/test.sh")
         exit_code, output = await self._once(words, self._workdir, self._env, timeout_s)
         await self._end_instance()
@@ -255,8 +261,3 @@ class ApptainerSandbox:
         done = await self._engine.call(*self._words("/bin/bash", "-c", f"{LISTING} 2>/dev/null; true"))
         rows = done.stdout.decode(errors="surrogateescape").split("\0")
         return {path: (kind, when) for kind, when, path in (row.split(" ", 2) for row in rows if row.count(" ") >= 2)}
-
-    def _running(self) -> Session:
-        if self._session is None:
-            raise SandboxLost("the sandbox has no session: it was not started, or its verifier has run")
-        return self._session

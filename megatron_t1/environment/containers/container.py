@@ -20,7 +20,7 @@ from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.containers import archive
 from megatron_t1.environment.containers.engine import Engine, end_process, plain_limits
 from megatron_t1.environment.containers.image import TaskImage, task_image
-from megatron_t1.environment.containers.session import Session
+from megatron_t1.environment.containers.session import Session, running
 from megatron_t1.environment.containers.tampering import CHANGED, describe, parse_diff, suspicious
 from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
@@ -99,15 +99,15 @@ class ContainerSandbox:
         self._session = Session(self._exec, self._script, self._workdir, self._output_limit)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
-        return await self._running().run(command, timeout_s)
+        return await running(self._session).run(command, timeout_s)
 
     async def put_files(self, files: Files) -> None:
-        self._running()
+        running(self._session)
         data = archive.pack(files)
         await self._engine.check("cp", "-", f"{self._name}:/", stdin=data, doing="put files into the container")
 
     async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
-        self._running()
+        running(self._session)
         fetched = Fetched()
         for path in paths:
             try:
@@ -118,7 +118,7 @@ class ContainerSandbox:
 
     async def changes(self) -> list[Change]:
         """As the engine tells it: of a removed directory only itself is listed."""
-        self._running()
+        running(self._session)
         entries = [entry for entry in await self._diff() if entry not in self._initial]
         changed = [path for kind, path in entries if kind == CHANGED]
         folders = {path for path in changed if await self._is_directory(path)}
@@ -192,11 +192,6 @@ class ContainerSandbox:
             options += ["--env", f"{variable}={value}"]
         return options
 
-    def _running(self) -> Session:
-        if self._session is None:
-            raise SandboxLost("the sandbox has no session: it was not started, or its verifier has run")
-        return self._session
-
     async def _exec(self, *words: str) -> asyncio.subprocess.Process:
         return await self._engine.spawn("exec", "--interactive", self._name, *words, stdin=b"")
 
@@ -259,7 +254,8 @@ class ContainerSandbox:
         if found:
             return describe(found)
         facts, changes = self._image.facts, (Change(path, KINDS[kind]) for kind, path in changed)
-        surroundings = exposed(task, self._verifier_env(task), self._workdir)
+        env, real = self._verifier_env(task), self._image.real
+        surroundings = await asyncio.to_thread(exposed, task, env, self._workdir, real)
         return describe_planted(surroundings.planted(changes, facts.programs, facts.modules))
 
     async def _has_room(self) -> bool:

@@ -21,6 +21,7 @@ from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.containers.engine import IMAGE_LABEL, WORDS, Engine, plain_limits
 from megatron_t1.environment.containers.tampering import FACTS_SCRIPT, ImageFacts
 from megatron_t1.environment.digest import task_digest
+from megatron_t1.environment.dockerfile_words import has_here_document, here_documents_end
 from megatron_t1.environment.image import parse_dockerfile
 from megatron_t1.environment.loading import write_task
 from megatron_t1.environment.packages import PackagesMissing, satisfied
@@ -47,6 +48,12 @@ class TaskImage:
     env: dict[str, str]
     user: str
     facts: ImageFacts
+
+    def real(self, path: str) -> str:
+        """The path with the links of the image's working directory followed."""
+        inner = path.removeprefix(self.workdir)
+        known = self.facts.workdir and inner != path and inner[:1] in ("", "/")
+        return f"{self.facts.workdir.rstrip('/')}{inner}" or "/" if known else path
 
 
 async def task_image(engine: Engine, config: SandboxConfig, task: Task, scratch: Path) -> TaskImage:
@@ -131,7 +138,7 @@ def mapped_dockerfile(text: str, stand_ins: dict[str, StandIn], *, make_workdirs
         make_workdirs: add a RUN between two WORKDIR, without which Podman makes only the last directory.
     """
     lines, inventory, pending = [], None, False
-    for instruction in parse_dockerfile(text, DOCKERFILE):
+    for instruction in _instructions(text):
         name, value, content = instruction["instruction"].upper(), instruction["value"], instruction["content"]
         if name == "FROM" and (match := _FROM.match(value)) and match["image"] in stand_ins:
             found = stand_ins[match["image"]]
@@ -146,6 +153,29 @@ def mapped_dockerfile(text: str, stand_ins: dict[str, StandIn], *, make_workdirs
         pending = name == "WORKDIR" or pending and name not in ("RUN", "COPY", "ADD")
         lines.append(content if not content or content.endswith("\n") else f"{content}\n")
     return "".join(lines)
+
+
+def _instructions(text: str) -> list[dict]:
+    """A Dockerfile's instructions, each with its here-documents: what stands in those is no instruction."""
+    lines = text.splitlines(keepends=True)
+    bodies: dict[int, str] = {}
+    inside: set[int] = set()
+    known = 0
+    while True:
+        found = [entry for entry in parse_dockerfile("".join(lines), DOCKERFILE) if entry["startline"] not in inside]
+        opening = (entry for entry in found if entry["startline"] >= known and _opens_here_document(entry))
+        entry = next(opening, None)
+        if entry is None:
+            return [{**entry, "content": entry["content"] + bodies.get(entry["startline"], "")} for entry in found]
+        first = entry["endline"] + 1
+        known = here_documents_end(entry["value"], lines, first)
+        bodies[entry["startline"]] = "".join(lines[first:known])
+        inside |= {*range(first, known)}
+        lines[first:known] = ["#\n"] * (known - first)
+
+
+def _opens_here_document(entry: dict) -> bool:
+    return entry["instruction"].upper() in ("RUN", "COPY", "ADD") and has_here_document(entry["value"])
 
 
 def _without_packages(command: str, inventory: Inventory, content: str) -> str:
@@ -164,7 +194,7 @@ def bases_of(text: str) -> list[str]:
     """Images that a Dockerfile starts from; names of its own stages are none."""
     stages: set[str] = set()
     found = []
-    for instruction in parse_dockerfile(text, DOCKERFILE):
+    for instruction in _instructions(text):
         if instruction["instruction"].upper() == "FROM" and (match := _FROM.match(instruction["value"])):
             if match["image"] not in stages and match["image"] != "scratch":
                 found.append(match["image"])

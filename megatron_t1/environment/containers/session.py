@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -44,6 +45,7 @@ INTERRUPT = (
 KILL_ALL = "kill -9 -1"
 GRACE_S = 1.0  # for the shell to report after what its command started was killed at the time limit
 BLOCK = 1 << 16
+_STATUS = re.compile(r"[0-9]{1,3}")
 
 Exec = Callable[..., Awaitable[asyncio.subprocess.Process]]
 Script = Callable[..., Awaitable[None]]
@@ -78,7 +80,7 @@ class Session:
             if timed_out and call.began:
                 await self._script(INTERRUPT, *call.began)
                 await _done(reading, GRACE_S)
-            result = await self._result(call, reading, timed_out)
+            result = await self._result(call, reading, timed_out, deadline)
         except BaseException:
             await self.end()
             raise
@@ -92,16 +94,14 @@ class Session:
         if process is not None:
             await end_process(process)
 
-    async def _result(self, call: _Call, reading: asyncio.Future, timed_out: bool) -> CommandResult:
+    async def _result(self, call: _Call, reading: asyncio.Future, timed_out: bool, deadline: float) -> CommandResult:
         exit_code = None
         if call.status is not None:
             kind, exit_code, self.cwd = call.status
             if kind == "exit":
                 await self._end_all()
-        elif (
-            reading.done()
-        ):  # the shell's place was taken by another program, which has ended, or the container is gone
-            exit_code = await self._process.wait()
+        elif reading.done() and (exit_code := await self._ended(deadline)) is not None:
+            # The shell's place was taken by another program, which has ended, or the container is gone.
             complaint = (await self._process.stderr.read(4096)).decode(errors="replace").strip()
             await self._end_all()
             if not call.began or exit_code in (125, 126, 127) and complaint:
@@ -111,6 +111,12 @@ class Session:
             await self._end_all()
         text, omitted = call.output.text()
         return CommandResult(None if timed_out else exit_code, text, timed_out, omitted)
+
+    async def _ended(self, deadline: float) -> int | None:
+        """Exit status of what closed its output; None when it runs on all the same."""
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._process.wait(), max(GRACE_S, deadline - time.monotonic()))
+        return None
 
     async def _end_all(self) -> None:
         await self._script(KILL_ALL)
@@ -161,9 +167,16 @@ class _Call:
             del self._pending[: end + 1]
             if words[0] == "begin" and len(words) == 3:
                 self.began = (words[1].replace(".", ""), words[2])
-            elif words[0] in ("end", "exit") and len(words) == 3 and words[1].isdigit():
+            elif words[0] in ("end", "exit") and len(words) == 3 and _STATUS.fullmatch(words[1]):
                 self.status = (words[0], int(words[1]), words[2] if words[2].startswith("/") else "/")
                 return
+
+
+def running(session: Session | None) -> Session:
+    """Raises SandboxLost where there is none."""
+    if session is None:
+        raise SandboxLost("the sandbox has no session: it was not started, or its verifier has run")
+    return session
 
 
 async def _done(future: asyncio.Future, timeout_s: float) -> bool:

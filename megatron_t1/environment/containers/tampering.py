@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_t1.environment.sandbox.base import OPTIONAL_IMPORT
+
 ADDED, CHANGED, REMOVED = "A", "C", "D"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 UNUSED = ("/usr/share/doc", "/usr/share/man", "/usr/share/info", "/usr/share/locale")
@@ -24,20 +26,31 @@ _SETTINGS = re.compile(
 )
 _DATA = ("/etc/ssl/certs", "/etc/ssl/private", "/etc/pki/ca-trust", "/etc/environment", "/etc/localtime", "/etc/X11")
 
-# Prints, NUL-ended: "path DIRECTORY", "program NAME", and of the python that the tests would find: "python DIRECTORY",
-# "module NAME"; and "setting PATH" for what links of /usr lead to in /etc. To be run in the untouched image.
+# Prints, NUL-ended: "workdir PATH" without links, "path DIRECTORY", "program NAME", and of the python that the tests
+# would find: "python DIRECTORY", "module NAME" (there, or looked for by what is there); and "setting PATH" for what
+# links of /usr lead to in /etc. To be run in the untouched image.
 FACTS_SCRIPT = r"""
+builtin printf 'workdir %s\0' "$(builtin pwd -P)"
 IFS=:
 for folder in $PATH; do
     builtin printf 'path %s\0' "$folder"
     for file in "$folder"/*; do [ -x "$file" ] && [ ! -d "$file" ] && builtin printf 'program %s\0' "${file##*/}"; done
 done
 python3 -I -c '
-import os, sys
+import os, re, sys
+optional = re.compile(br"OPTIONAL_IMPORT", re.M)
 for folder in filter(os.path.isdir, sys.path):
     print("python " + folder, end="\0")
     for name in os.listdir(folder):
         print("module " + name.split(".")[0], end="\0")
+    if not folder.endswith("-packages"):
+        continue
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in ("tests", "test", "testing")]
+        for name in files:
+            if name.endswith(".py"):
+                for module in optional.findall(open(os.path.join(place, name), "rb").read()):
+                    print("module " + module.decode(), end="\0")
 ' 2>/dev/null
 shopt -s globstar nullglob
 for file in /usr/lib/{*,python*/*,ssl/*,jvm/*/conf/**}; do
@@ -45,7 +58,7 @@ for file in /usr/lib/{*,python*/*,ssl/*,jvm/*/conf/**}; do
         builtin printf 'setting %s\0' "$target"
 done
 exit 0
-"""
+""".replace("OPTIONAL_IMPORT", OPTIONAL_IMPORT)
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class ImageFacts:
         python: directories that its python3 imports from.
         modules: top-level names there.
         settings: what links of /usr lead to in /etc.
+        workdir: its working directory, without links.
     """
 
     path: tuple[str, ...] = ()
@@ -65,18 +79,22 @@ class ImageFacts:
     python: tuple[str, ...] = ()
     modules: frozenset[str] = frozenset()
     settings: tuple[str, ...] = ()
+    workdir: str = ""
 
     @classmethod
     def parse(cls, output: bytes) -> ImageFacts:
         """From the output of FACTS_SCRIPT."""
-        found: dict[str, list[str]] = {"path": [], "program": [], "python": [], "module": [], "setting": []}
+        found: dict[str, list[str]] = {
+            name: [] for name in ("workdir", "path", "program", "python", "module", "setting")
+        }
         for line in output.decode(errors="replace").split("\0"):
             kind, _, value = line.partition(" ")
             if value:
                 found.setdefault(kind, []).append(value)
         path, python = dict.fromkeys(found["path"]), dict.fromkeys(found["python"])
         settings = tuple(place for place in found["setting"] if not _inside(place, _DATA))
-        return cls(tuple(path), frozenset(found["program"]), tuple(python), frozenset(found["module"]), settings)
+        programs, modules = frozenset(found["program"]), frozenset(found["module"])
+        return cls(tuple(path), programs, tuple(python), modules, settings, "".join(found["workdir"][:1]))
 
 
 def parse_diff(text: str) -> list[tuple[str, str]]:

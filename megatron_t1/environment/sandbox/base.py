@@ -6,6 +6,7 @@ what is installed in it. `t1 tasks base` writes one. Without any, this host's ow
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import importlib.metadata
 import json
@@ -27,6 +28,11 @@ PYTHON_FOLDERS = (
     "usr/local/lib/python3*/dist-packages",
     "usr/local/lib/python3*/site-packages",
 )
+# Name of a module that is imported first in a `try:`, so that it need not be there.
+OPTIONAL_IMPORT = (
+    r"^[ \t]*try:[ \t]*(?:#.*)?\n(?:[ \t]*(?:#.*)?\n)*[ \t]+(?:import|from)[ \t]+([A-Za-z_]\w*)(?=[ \t.,\n])"
+)
+_NO_PROGRAMS = {"tests", "test", "testing", "__pycache__"}  # folders of packages that nobody imports
 PROGRAM_FOLDERS = tuple(f"{place}/{name}" for place in ("usr", "usr/local", ".") for name in ("bin", "sbin"))
 
 
@@ -143,9 +149,22 @@ def programs_of(root: Path) -> frozenset[str]:
 
 @cache
 def modules_of(root: Path) -> frozenset[str]:
-    """Top-level names that Python can import from packages installed in a file system that doesn't change."""
+    """Top-level names that Python can import from packages installed in a file system that doesn't change, and those
+    that these packages import where somebody has them (pandas: pyarrow)."""
     folders = [folder for pattern in PYTHON_FOLDERS for folder in root.glob(pattern)]
-    return frozenset(name.partition(".")[0] for folder in folders for name in _names(folder))
+    found = {name.partition(".")[0] for folder in folders for name in _names(folder)}
+    return frozenset(found.union(*map(_optional_imports, folders)))
+
+
+def _optional_imports(folder: Path) -> set[str]:
+    wanted, found = re.compile(OPTIONAL_IMPORT.encode(), re.MULTILINE), set()
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _NO_PROGRAMS]
+        for name in files:
+            with contextlib.suppress(OSError):
+                if name.endswith(".py"):
+                    found |= {module.decode() for module in wanted.findall(Path(place, name).read_bytes())}
+    return found
 
 
 def _names(folder: Path) -> list[str]:

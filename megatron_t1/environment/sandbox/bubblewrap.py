@@ -193,7 +193,7 @@ class BubblewrapSandbox:
 
     def _planted(self, task: Task, env: Mapping[str, str]) -> str:
         """Why the verifier can't be trusted after what the agent left on its search paths; "" for no reason."""
-        found = exposed(task, {"PATH": PATH, **env})
+        found = exposed(task, {"PATH": PATH, "HOME": self._user.home, **env}, real=self._root.files.real)
         if not found:
             return ""
         system = self._root.system

@@ -56,7 +56,7 @@ class Snapshot:
             if self._below is not None and stat.S_ISDIR(status.st_mode) and self._is_opaque(path):
                 found |= {Change(f"/{hidden}", "removed") for hidden in self._hidden(path, before)}
         gone = {path for path in before - seen - {""} if self._below is None or self._below.status(path) is None}
-        return sorted(found | {Change(f"/{path}", "removed") for path in gone})
+        return sorted(found | {Change(f"/{path}", "removed") for path in gone}, key=lambda change: change.path)
 
     def _existed(self, path: str, before: set[str]) -> bool:
         return path in before or (self._below is not None and self._below.status(path) is not None)
@@ -82,7 +82,9 @@ class Snapshot:
 def _entry(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "directory" if os.geteuid() == 0 or mode & 0o500 == 0o500 else "closed"
-    return "link" if stat.S_ISLNK(mode) else "file" if stat.S_ISREG(mode) else "other"
+    if stat.S_ISREG(mode):
+        return "file" if mode & 0o200 else "locked"
+    return "link" if stat.S_ISLNK(mode) else "other"
 
 
 def _is_whiteout(status: os.stat_result) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import posixpath
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
@@ -41,6 +42,25 @@ class Inside:
         except OSError as error:
             return error.errno == errno.EROFS
 
+    def real(self, inside: str, links: int = MAX_LINKS) -> str:
+        """The path with its links followed, as far as there is something."""
+        path, rest = inside.rstrip("/"), ""
+        while path:
+            try:
+                with self._folder(path, make=False) as (descriptor, names):
+                    place, target = "/" + "/".join(names), ""
+                    with contextlib.suppress(OSError):
+                        target = os.readlink(rest[1:], dir_fd=descriptor)
+                break
+            except OSError as error:
+                if error.errno == errno.EROFS:
+                    return inside
+            path, _, name = path.rpartition("/")
+            rest = f"/{name}{rest}"
+        else:
+            return inside
+        return self.real(posixpath.join(place, target), links - 1) if target and links else f"{place.rstrip('/')}{rest}"
+
     @contextlib.contextmanager
     def folder(self, inside: str, make: bool = False) -> Iterator[int]:
         """A descriptor (O_PATH) of the directory `inside`, with `make` made where missing.
@@ -48,6 +68,12 @@ class Inside:
         Raises:
             OSError: missing, no directory, a chain of links without end, or (EROFS) in what is sealed.
         """
+        with self._folder(inside, make) as (descriptor, _):
+            yield descriptor
+
+    @contextlib.contextmanager
+    def _folder(self, inside: str, make: bool) -> Iterator[tuple[int, list[str]]]:
+        """`folder`, and the names that lead to it without a link."""
         opened, names = [os.open(self.path, _FOLDER)], []
         pending, links = list(reversed(inside.split("/"))), 0
         try:
@@ -79,7 +105,7 @@ class Inside:
                             names.pop()
                             os.close(opened.pop())
                     pending += reversed(target.split("/"))
-            yield opened[-1]
+            yield opened[-1], names
         finally:
             for descriptor in opened:
                 os.close(descriptor)

@@ -75,13 +75,13 @@ class Change:
     content the driver can't list any more is "modified".
 
     Attributes:
-        entry: what stands there now ("closed": a directory whose content the driver can't list); "" where the backend
-            doesn't say, or for what is gone.
+        entry: what stands there now ("closed": a directory whose content the driver can't list, "locked": a file that
+            its owner can't write); "" where the backend doesn't say, or for what is gone.
     """
 
     path: str
     kind: Literal["added", "modified", "removed"]
-    entry: Literal["", "file", "directory", "closed", "link", "other"] = field(default="", compare=False)
+    entry: Literal["", "file", "locked", "directory", "closed", "link", "other"] = field(default="", compare=False)
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from megatron_t1.environment.sandbox.oneshot import run_script
 from megatron_t1.environment.sandbox.process import find_bwrap, host_identity
 from megatron_t1.environment.sandbox.root import ETC, SKELETON, PrivateRoot, remove_tree
 from megatron_t1.errors import T1Error
+from megatron_t1.regular import open_regular
 
 SUITE = "bookworm"
 DEBIAN_PACKAGES = "ca-certificates,file,git,less,procps,python3,python3-pip,tmux"
@@ -142,9 +143,8 @@ def _as_tar(source: Path) -> Iterator[tuple[IO[bytes], list[str]]]:
             process.stdout.close()
             process.wait()
         return
-    with open(source, "rb", buffering=0) as file:
-        start = file.read(6)
-        file.seek(0)
+    with open_regular(source) as file:
+        start = os.pread(file.fileno(), 6, 0)
         yield file, [option for option, magic in COMPRESSIONS.items() if start.startswith(magic)]
 
 

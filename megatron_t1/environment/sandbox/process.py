@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.image import DEFAULT_PATH as PATH
+from megatron_t1.environment.image import MAX_ID
 from megatron_t1.environment.sandbox.aside import in_thread
 from megatron_t1.environment.sandbox.cgroup import ControlGroups
 from megatron_t1.environment.sandbox.interface import SandboxLost
@@ -32,6 +33,8 @@ from megatron_t1.errors import T1Error
 SHARED_MEMORY_BYTES = 64 << 20  # size of /dev/shm
 START_TIMEOUT_S = 60.0
 DEATH_TIMEOUT_S = 10.0
+# A directory that an agent removed or closed is no reason to lose its sandbox.
+ENTER = 'builtin cd -- "$1" 2>/dev/null || builtin cd /; builtin shift; builtin unset OLDPWD;'
 
 
 @cache
@@ -63,7 +66,7 @@ def host_identity(config: SandboxConfig) -> int | None:
     """The uid (and gid) the sandbox runs as on the host; None when the driver is no root and keeps its own."""
     if os.geteuid() != 0:
         return None
-    if config.host_uid <= 0:
+    if not 0 < config.host_uid < MAX_ID:
         raise T1Error(f"env.sandbox.host_uid is {config.host_uid}", remedy="give an unprivileged uid, e.g. 64321")
     return config.host_uid
 
@@ -177,7 +180,7 @@ async def wait_pidfd(descriptor: int, timeout_s: float) -> bool:
 
 
 def bwrap_command(
-    root: PrivateRoot, env: Mapping[str, str], workdir: str, binds: Sequence[str], user: User, pipes: Pipes
+    root: PrivateRoot, env: Mapping[str, str], binds: Sequence[str], user: User, pipes: Pipes
 ) -> list[str]:
     """The command line up to the program to run: everything unshared, system read-only, empty environment."""
     info_fd, block_fd, filter_fd = pipes
@@ -191,7 +194,7 @@ def bwrap_command(
     command += ["--proc", "/proc", *binds, "--clearenv"]
     for name, value in env.items():
         command += ["--setenv", name, value]
-    return [*command, "--chdir", workdir, "--"]
+    return [*command, "--chdir", "/", "--"]
 
 
 async def start_bwrap(
@@ -211,6 +214,7 @@ async def start_bwrap(
     """Run a bash script under its limits in new namespaces on `root`; returns when the first process exists.
 
     Args:
+        workdir: where it starts; / when nobody can enter this.
         arguments: "$@" of the script.
         groups: control groups that all its processes become members of.
 
@@ -227,12 +231,13 @@ async def start_bwrap(
     pipes = Pipes(info_write, block_read, open_filter())
     passed = [descriptor for descriptor in pipes if descriptor is not None]
     base = {"PATH": PATH, "HOME": user.home, "LANG": "C.UTF-8", "TERM": "dumb", "USER": user.name}
-    command = bwrap_command(root, {**base, **env}, workdir, binds, user, pipes)
+    command = bwrap_command(root, {**base, **env}, binds, user, pipes)
     memory_is_bound = groups is not None and groups.bounds_memory
     # bwrap complains into a pipe of its own; the script leaves it at once for the output. All on one line, so that
     # bash's messages say "bash: line 1".
-    script = f"exec 2>&1 {info_write}>&-; {limits_script(config, memory_is_bound=memory_is_bound)} {script}"
-    command += ["/bin/bash", "--noprofile", "--norc", "-c", script, "bash", *arguments]
+    limits = limits_script(config, memory_is_bound=memory_is_bound)
+    script = f"exec 2>&1 {info_write}>&-; {ENTER} {limits} {script}"
+    command += ["/bin/bash", "--noprofile", "--norc", "-c", script, "bash", workdir, *arguments]
     if root.keeper is not None:
         command = root.keeper.entered(command)
     identity = {}

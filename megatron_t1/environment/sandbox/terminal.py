@@ -97,9 +97,9 @@ class TerminalSandbox(BubblewrapSandbox):
         shown, separator, said = result.output.rpartition(SEPARATOR)
         if not separator:
             raise SandboxLost(f"the terminal did not answer (status {result.exit_code}): {result.output[-300:]}")
-        state, *noted = said.split()
+        state, *noted = said.split() or [""]
         shown = "\n".join(line.rstrip() for line in shown.splitlines()).rstrip() + "\n"
-        exit_code = int(noted[1]) if state == "0" and len(noted) == 2 and noted[1].isdigit() else None
+        exit_code = int(noted[1]) if state == "0" and len(noted) == 2 and re.fullmatch("[0-9]{1,3}", noted[1]) else None
         return CommandResult(exit_code, shown, timed_out=state == "2", omitted=result.omitted)
 
 

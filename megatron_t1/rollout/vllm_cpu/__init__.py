@@ -13,6 +13,7 @@ import os
 from megatron_t1.errors import T1Error
 from megatron_t1.processes import die_with_parent
 from megatron_t1.rollout.engine.supervisor import SUPERVISED
+from megatron_t1.rollout.vllm_cpu.vision import stand_in_for_torchvision
 
 SUPPORTED = ("0.32",)  # release lines of vLLM whose internals this plugin was checked against
 WORKER = "megatron_t1.rollout.vllm_cpu.runner.RoutesCPUWorker"
@@ -31,6 +32,7 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
+    stand_in_for_torchvision()
     from vllm.config import VllmConfig
 
     original = getattr(VllmConfig, "_verify_aux_output_compatibility", None)

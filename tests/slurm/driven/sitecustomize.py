@@ -2,7 +2,7 @@
 
 import sys
 
-if "megatron_t1.cli" in sys.orig_argv:
+if any(word == "megatron_t1.cli" or word.endswith("/t1") for word in sys.orig_argv[:3]):
     import os
     from dataclasses import replace
 

@@ -1,0 +1,47 @@
+"""`t1 convert check`: is a checkpoint complete, and does a layout load every tensor of it exactly once?"""
+
+from __future__ import annotations
+
+from megatron_t1.cli import Invocation
+from megatron_t1.commands.arguments import Parser
+
+
+def check(invocation: Invocation) -> int:
+    parser = Parser(prog="t1 convert check", add_help=False)
+    parser.add_argument("checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="layout=NAME")
+    options = parser.parse_args(invocation.arguments)
+    from megatron_t1.config.compose import compose
+    from megatron_t1.model.accounting import account_for
+
+    layout = compose(options.overrides).layout if options.overrides else None
+    account = account_for(options.checkpoint, layout)
+    a, names = account.architecture, account.names
+    print(
+        f"{a.family}: {a.num_hidden_layers} layers, {a.num_experts} experts; names begin with {names.prefix}, "
+        f"{'one tensor for all experts of a layer' if names.fused_experts else 'one tensor for each expert matrix'}"
+    )
+    for name, part in account.parts.items():
+        types = ", ".join(f"{count:,} {code}" for code, count in sorted(part.types.items()) if code)
+        numbers = f"{part.numbers:>18,} numbers   {types}" if account.files else ""
+        print(f"  {name:40} {part.tensors:>7,} tensors {numbers}".rstrip())
+    print(
+        f"names, shapes and types compared; headers of {account.files} files read"
+        if account.files
+        else "only names compared: no weight file is there, only the index"
+    )
+    if layout is not None:
+        _print_layout(account.layout, layout)
+    for problem in account.problems:
+        print(f"PROBLEM: {problem}")
+    print(f"{len(account.problems)} problems" if account.problems else "every tensor is accounted for, exactly once")
+    return 1 if account.problems else 0
+
+
+def _print_layout(numbers: dict, layout) -> None:
+    print(
+        f"{layout.processes} ranks, TP{layout.tensor} PP{layout.pipeline} VPP{layout.virtual_pipeline} "
+        f"CP{layout.context} EP{layout.expert} ETP{layout.expert_tensor}: numbers on one rank"
+    )
+    for stage, (dense, expert) in sorted(numbers.items()):
+        print(f"  pipeline rank {stage:>2} {dense:>16,} dense {expert:>16,} of experts")

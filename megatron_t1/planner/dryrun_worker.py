@@ -1,0 +1,81 @@
+"""`python -m megatron_t1.planner.dryrun_worker JOBS OUT`: visits ranks of layouts, one after another.
+
+JOBS is a JSON list of {"run": directory with config.yaml, "role", "ranks", "passes": ranks that also run forward and
+backward}. OUT gets lines of JSON: for each job one about the whole model and batch, one for each rank, and one when
+it is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_t1.config.compose import load_run_config
+from megatron_t1.errors import readable
+from megatron_t1.planner.dryrun_world import MetaBackend, fake_world
+from megatron_t1.timing import timed
+
+
+def main(arguments: list[str]) -> int:
+    jobs, out = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
+    backend = MetaBackend()
+    backend.prepare()
+    import torch
+
+    from megatron_t1.planner import dryrun_pass, dryrun_rank  # noqa: F401
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported is never garbage: collecting after each rank needn't look at it
+    try:
+        with out.open("w") as file:
+            for index, job in enumerate(jobs):
+                _visit(job, index, backend, file)
+    except Exception as error:
+        said = readable(error)
+        if said is None:
+            raise
+        print(f"error: {said}", file=sys.stderr)
+        return 1
+    finally:
+        gc.unfreeze()
+    return 0
+
+
+def _visit(job: dict[str, Any], index: int, backend: MetaBackend, file: TextIO) -> None:
+    from megatron_t1.planner import dryrun_batch, dryrun_rank
+    from megatron_t1.planner.dryrun_pass import forward_backward
+    from megatron_t1.planner.dryrun_report import RankFindings
+
+    def write(**line: Any) -> None:
+        file.write(json.dumps({"job": index, **line}) + "\n")
+        file.flush()
+
+    config, role = load_run_config(job["run"]), job["role"]
+    for rank in job["ranks"]:
+        seconds: dict[str, float] = {}
+        with timed(seconds, "all"), fake_world(rank, config.layout, backend, architecture=config.model.architecture):
+            with timed(seconds, "build"):
+                engine = dryrun_rank.build_engine(config, backend, role)
+            with timed(seconds, "conversion"):
+                converted = dryrun_rank.converted_elements(engine)
+            with timed(seconds, "checkpoint"):
+                stored = dryrun_rank.stored_elements(engine)
+            with timed(seconds, "batch"):
+                batch = dryrun_batch.check_batch(engine)
+            place, held = dryrun_rank.place(), dryrun_rank.measure_bytes(engine)
+            if rank == job["ranks"][0]:
+                write(whole={**dryrun_rank.whole_model(engine), **dryrun_batch.whole_batch(engine)})
+            del engine
+            with timed(seconds, "pass"):
+                passed = forward_backward(config, backend, role) if rank in job["passes"] else None
+            gc.collect()
+        write(rank=RankFindings(place, held, converted, stored, passed, batch, seconds).to_json())
+    write(done=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+#!/bin/bash
+# PPO for Qwen3-30B-A3B on two nodes with 8 GPUs each: docs/cluster.md.
+#
+#   sbatch slurm/ppo_30b.sh run.dir=/scratch/me/ppo model.path=/models/Qwen3-30B-A3B env.tasks=/scratch/me/tasks/train
+#
+#SBATCH --job-name=t1-ppo-30b
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=48:00:00
+#SBATCH --signal=B:TERM@300
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+
+EXPERIMENT=ppo_30b
+
+# From here on all scripts of this directory are the same.
+# Before its time is over the job stops cleanly and queues itself again (cluster.slurm.max_requeues times at most); so
+# does Slurm after a node failure. It goes on after the last finished step, as does the same command when it is
+# submitted again. Before anything starts the allocation is compared with what the layout needs, and its nodes with each
+# other. Slurm runs a copy of this file from its spool directory, so nothing beside it is read: `t1` comes from T1 (a
+# path), from PATH, or from .venv in the directory the job was submitted from.
+
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$PWD}"
+
+if [[ -z "${T1:-}" ]]; then
+    if command -v t1 >/dev/null; then
+        T1=$(command -v t1)
+    elif [[ -x .venv/bin/t1 ]]; then
+        T1=$PWD/.venv/bin/t1
+    else
+        echo "error: t1 is not on PATH and there is no .venv/bin/t1 in $PWD" >&2
+        echo "  remedy: pip install megatron-t1, or submit with T1=/path/to/t1 in the environment" >&2
+        exit 2
+    fi
+fi
+
+echo "job ${SLURM_JOB_ID:-none} on ${SLURM_JOB_NUM_NODES:-1} nodes: ${SLURM_JOB_NODELIST:-$(hostname)}"
+# exec: Slurm's signal before the time limit reaches t1 itself, which ends the running phase and keeps what is finished.
+exec "$T1" run "+experiment=$EXPERIMENT" cluster=slurm "$@"
