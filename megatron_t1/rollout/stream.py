@@ -137,7 +137,7 @@ class TokenStream:
             raise ValueError(f"{Origin(origin).name} tokens are not appended from text")
         if (origin == Origin.PROMPT) != (self.turns == 0):
             raise ValueError(f"{Origin(origin).name} tokens after {self.turns} turns")
-        self._apply(EditKind.APPEND, self._length, _tokens(ids), origin)
+        self._apply_edit(EditKind.APPEND, self._length, _tokens(ids), origin)
 
     def append_sampled(self, completion: Completion, *, resumes: bool = False) -> None:
         """Append the next assistant turn and merge the routes that came with it.
@@ -166,7 +166,7 @@ class TokenStream:
         else:
             self._begin_turn()
             kind = EditKind.APPEND
-        self._apply(kind, self._length, completion.ids, Origin.SAMPLED, completion.logprobs)
+        self._apply_edit(kind, self._length, completion.ids, Origin.SAMPLED, completion.logprobs)
         if self._routes is not None:
             self._merge_routes(completion.routes, completion.routes_start)
 
@@ -174,7 +174,7 @@ class TokenStream:
         """Append an assistant turn written by a scripted policy: trained on by SFT, without log-probs and routes."""
         ids = _tokens(ids)
         self._begin_turn()
-        self._apply(EditKind.APPEND, self._length, ids, Origin.DEMONSTRATION)
+        self._apply_edit(EditKind.APPEND, self._length, ids, Origin.DEMONSTRATION)
 
     def abort_turn(self) -> int:
         """Drop the turn at the end of the stream, so that it is sampled again; return how many tokens went.
@@ -187,7 +187,7 @@ class TokenStream:
             start = self._turn_starts[-1]
             self._routed = min(self._routed, self._routed_before[-1])
         removed = self._length - start
-        self._apply(EditKind.ABORT, start)
+        self._apply_edit(EditKind.ABORT, start)
         return removed
 
     def truncate(self, length: int) -> int:
@@ -198,7 +198,7 @@ class TokenStream:
         if not 1 <= length <= self._length:
             raise ValueError(f"can't cut {self._length} tokens to {length}")
         removed = self._length - length
-        self._apply(EditKind.TRUNCATE, length)
+        self._apply_edit(EditKind.TRUNCATE, length)
         return removed
 
     def finish(self, header: Header) -> Trajectory:
@@ -223,7 +223,7 @@ class TokenStream:
         self._turn_policies.append(self.policy)
         self._routed_before.append(self._routed)
 
-    def _apply(
+    def _apply_edit(
         self,
         kind: EditKind,
         start: int,

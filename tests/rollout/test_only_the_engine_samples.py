@@ -71,7 +71,7 @@ def test_nothing_reaches_into_the_stream():
     for path, tree in modules():
         if path.name != "stream.py":
             touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-            assert not touched & {"_apply", "_begin_turn"}, path
+            assert not touched & {"_apply_edit", "_begin_turn"}, path
 
 
 @pytest.mark.parametrize("origin", [Origin.SAMPLED, Origin.DEMONSTRATION, Origin.PROMPT])
