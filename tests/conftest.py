@@ -12,6 +12,7 @@ settings.register_profile("shared machine", deadline=None)  # an example's time 
 settings.load_profile("shared machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under `-n 2 --dist loadgroup`: slow tests with vLLM, Megatron or Slurm one after another, the rest beside them.
 

@@ -95,16 +95,15 @@ def test_a_run_leaves_what_it_says(workshop, finished):
 
 def test_a_hybrid_model_goes_through_the_same_loop(workshop, tmp_path_factory):
     """Gated delta nets in bfloat16, in vLLM and in Megatron over two processes, with routes of every layer."""
-    place = Workshop(tmp_path_factory.mktemp("hybrid"), model="tiny_hybrid", tasks=workshop)
+    place = Workshop(tmp_path_factory.mktemp("hybrid"), model="tiny_hybrid", tasks=workshop, seeded=False)
     try:
         place.t1("model", "init", *place.options, place.untaught)
         place.teach()
-        # vLLM caches a delta net's state with chunked prefill only, which rules out seeds.
-        unseeded = ("rollout.seeded=false", "rollout.engine.chunked_prefill=true")
-        assert "done:" in place.run("run", "loop.evaluate_first=false", *unseeded)
+        assert "done:" in place.run("run", "loop.evaluate_first=false")
         paths = RunPaths.of(place.directory / "run")
         actor = require_what_it_says(paths, EVERY_STEP[1:])[1, "actor"]
-        assert actor["gap/logprob_gap_replay"] < 0.05  # what bfloat16 leaves between two implementations
+        # What bfloat16 leaves between two implementations, and what other experts add to it.
+        assert actor["gap/logprob_gap_replay"] < min(0.02, actor["gap/logprob_gap_no_replay"])
         assert next(iter(RolloutStore(paths.rollouts(0)))).routes.shape[1:] == (4, 4)
     finally:
         shutil.rmtree(place.scratch)

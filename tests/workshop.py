@@ -21,8 +21,9 @@ SIZES = (
     "generate.train=12 generate.held_out=6 generate.demonstrations=150 generate.workers=4 "
     "train.sft.tokens=5000 train.sft.holdout=10 train.critic.minibatches=2 train.critic.warmup_epochs=1 "
     "loop.warmup_iterations=1 loop.iterations=1 rollout.tasks_per_iteration=4 rollout.samples_per_task=3 "
-    "rollout.seeded=true rollout.engine.chunked_prefill=false rollout.engine.omp_threads=1 eval.attempts=2"
+    "rollout.engine.omp_threads=1 eval.attempts=2"
 ).split()
+SEEDED = ("rollout.seeded=true", "rollout.engine.chunked_prefill=false")
 
 
 class Workshop:
@@ -30,16 +31,17 @@ class Workshop:
 
     Args:
         tasks: another workshop whose tasks and demonstrations are used; None: this one's own.
+        seeded: whether sampling is; vLLM caches a delta net's state with chunked prefill only, which rules seeds out.
     """
 
-    def __init__(self, directory: Path, *, model: str = "tiny", tasks: Workshop | None = None):
+    def __init__(self, directory: Path, *, model: str = "tiny", tasks: Workshop | None = None, seeded: bool = True):
         self.directory, self.mark = directory, uuid.uuid4().hex
         shared = directory if tasks is None else tasks.directory
         # Episodes run as another user, who may not pass through pytest's own directories.
         self.scratch = Path(tempfile.gettempdir()) / f"t1-test-{self.mark}"
         self.scratch.mkdir(mode=0o711)
         self.options = [
-            "experiment=quickstart", f"model={model}", *SIZES,
+            "experiment=quickstart", f"model={model}", *SIZES, *(SEEDED if seeded else ()),
             f"generate.out={shared}/tasks", f"env.tasks={shared}/tasks/train",
             f"eval.tasks={shared}/tasks/held_out", f"train.sft.demonstrations={shared}/demonstrations",
         ]  # fmt: skip

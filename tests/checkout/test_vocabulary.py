@@ -13,5 +13,6 @@ def test_padded_rows_are_zero_and_dropped_again():
     shards = [rows.pack(lambda part, dim, first, last: full[first:last], rank, 4) for rank in range(4)]
     assert [len(shard) for shard in shards] == [4, 4, 4, 4]
     assert torch.equal(torch.cat(shards)[:7], full) and not torch.cat(shards)[7:].any()
-    assert torch.equal(rows.unpack(shards)[0], full)
+    (blocks,) = rows.unpack(shards)
+    assert torch.equal(torch.cat(blocks), full)
     assert len(Rows((7, 3)).pack(lambda part, dim, first, last: full[first:last], 1, 4)) == 2
