@@ -3,7 +3,6 @@ VENV ?= .venv
 export VENV
 T1 := $(VENV)/bin/t1
 PYTEST := $(VENV)/bin/python -m pytest
-BESIDE := -n 2 --dist loadgroup
 
 .PHONY: help setup quickstart learn learn-table ablate-critic train-speed audit conformance stream gap invariance ppo-bench overhead test test-fast test-matrix test-hybrid dryrun convert chaos slurm-events gpu images plan lint lint-docker clean
 
@@ -77,10 +76,10 @@ ppo-bench: setup
 	@$(VENV)/bin/python benchmarks/ppo.py
 
 test: setup
-	$(PYTEST) $(BESIDE)
+	$(PYTEST)
 
 test-fast: setup
-	$(PYTEST) $(BESIDE) -m "not slow and not gpu"
+	$(PYTEST) -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-matrix: setup
 	@$(VENV)/bin/python scripts/test_matrix.py --write-docs docs/replay-layouts.md
