@@ -7,11 +7,10 @@ both); Megatron-Bridge's performance archive; Megatron-LM#2772; slime#280; Bridg
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from driving import write_between
+from driving import markdown, write_between
 
 from megatron_t1.config.compose import compose
 from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig, ModelConfig, PlanConfig
@@ -19,7 +18,7 @@ from megatron_t1.planner.communication import exchange_seconds
 from megatron_t1.planner.hardware import GIB, GPUS
 from megatron_t1.planner.memory import training_memory
 from megatron_t1.planner.preflight import Device
-from megatron_t1.planner.report import comparison_text, layout_text
+from megatron_t1.planner.report import comparison_text
 from megatron_t1.planner.work import forward_operations
 
 QWEN3_235B = ArchitectureConfig(
@@ -32,10 +31,7 @@ QWEN3_NEXT_80B = ArchitectureConfig(
     shared_expert_intermediate_size=512, full_attention_interval=4, linear_num_key_heads=16,
     linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
 )  # fmt: skip
-QWEN3_30B = ArchitectureConfig(
-    vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-    head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-)  # fmt: skip
+QWEN3_30B = compose(["model=qwen3_30b_a3b"]).model.architecture
 
 # Operations of one token, forward and backward, in 1e9: step time x TFLOP/s x GPUs / tokens, or TFLOP/s / tokens/s.
 OPERATIONS = (
@@ -121,10 +117,6 @@ def fit_rows() -> list[tuple[str, str, str, str]]:
     ]  # fmt: skip
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-
-
 def tables() -> dict[str, str]:
     """Name of a marked place in the document -> what belongs there."""
     operations = [
@@ -133,7 +125,7 @@ def tables() -> dict[str, str]:
         for name, a, length, published in OPERATIONS
     ]  # fmt: skip
     speeds = [
-        (run.name, layout_text(replace(run.layout, recompute="none")).split(",")[0], f"{run.tflops:.0f}",
+        (run.name, run.layout.sizes_text, f"{run.tflops:.0f}",
          f"{(own := predicted_tflops(run)):.0f}", f"{own / run.tflops - 1:+.0%}", run.reason)
         for run in RUNS
     ]  # fmt: skip

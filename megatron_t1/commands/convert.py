@@ -39,9 +39,7 @@ def check(invocation: Invocation) -> int:
 
 
 def _print_layout(numbers: dict, layout) -> None:
-    print(
-        f"{layout.processes} ranks, TP{layout.tensor} PP{layout.pipeline} VPP{layout.virtual_pipeline} "
-        f"CP{layout.context} EP{layout.expert} ETP{layout.expert_tensor}: numbers on one rank"
-    )
+    sizes = " ".join(f"{name}{size}" for name, size in layout.sizes.items())
+    print(f"{layout.processes} ranks, {sizes}: numbers on one rank")
     for stage, (dense, expert) in sorted(numbers.items()):
         print(f"  pipeline rank {stage:>2} {dense:>16,} dense {expert:>16,} of experts")

@@ -79,18 +79,9 @@ def _name(overrides: Sequence[str]) -> str:
 def layout_text(found: LayoutFindings, config: Config) -> str:
     """One layout's table, as Markdown: GiB of the fullest rank of each kind."""
     layout = config.layout
-    sizes = {
-        "TP": layout.tensor,
-        "PP": layout.pipeline,
-        "VPP": layout.virtual_pipeline,
-        "CP": layout.context,
-        "EP": layout.expert,
-        "ETP": layout.expert_tensor,
-    }
-    cut = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     passed = [rank.passed for rank in found.ranks[-found.visited :] if rank.passed is not None]
     lines = [
-        f"### {found.name}, {PHASES[found.role]}: {layout.processes} ranks {cut}",
+        f"### {found.name}, {PHASES[found.role]}: {layout.processes} ranks {layout.sizes_text}",
         "",
         f"megatron-core {found.core}. {found.parameters:,} parameters in {len(found.tensors):,} tensors; "
         f"{found.tokens} tokens, {found.loss_tokens} losses and {found.tokens * found.layers:,} routes of the sample "

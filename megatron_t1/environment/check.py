@@ -11,7 +11,6 @@ A result counts again while the task's files, the sandbox's options and the numb
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_t1 import atomic
+from megatron_t1 import atomic, sealed
 from megatron_t1.config.schema import EnvConfig, SandboxConfig
 from megatron_t1.environment.baseline import BASELINE_FILE, Baseline, write_baselines
 from megatron_t1.environment.digest import task_digest
@@ -194,7 +193,7 @@ def _settings(env: EnvConfig, repeats: int) -> str:
     """Digest of what a result depends on beside the task."""
     sandbox = {name: value for name, value in asdict(env.sandbox).items() if name not in ("scratch_dir", "host_uid")}
     settings = {"version": VERSION, "repeats": repeats, "verifier_s": env.verifier_timeout_s, "sandbox": sandbox}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return sealed.digest(settings)[:16]
 
 
 def _read_results(path: Path, settings: str) -> dict[tuple[str, str], Proof]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megatron_t1.environment.protection import PYTEST_SETTINGS
 from megatron_t1.environment.sandbox.interface import Change
-from megatron_t1.environment.scripts import Scripts, read_scripts
+from megatron_t1.environment.scripts import Scripts, is_in, read_scripts
 from megatron_t1.environment.task import DEFAULT_WORKDIR, Task
 from megatron_t1.errors import T1Error
 
@@ -138,7 +138,7 @@ class Exposed:
         return rest.partition(".")[0] == "__init__" and (rest.endswith(_IMPORTABLE) or change.entry in OPENING)
 
     def _is_run(self, change: Change, place: str, commands: frozenset[str], programs: frozenset[str]) -> bool:
-        inner, is_own = _below(change.path, place), _is_in(place, self.workdir)
+        inner, is_own = _below(change.path, place), is_in(place, self.workdir)
         virtual = posixpath.dirname(place) if posixpath.basename(place) in ("bin", "sbin") else ""
         if inner and "/" not in inner:
             if is_own:
@@ -164,7 +164,7 @@ class Exposed:
         folder, name = posixpath.split(change.path)
         if folder in self.libraries and _SYSTEM_LIBRARY.fullmatch(name):
             return True
-        return change.entry != "directory" and any(_is_in(change.path, place) for place in self.loaded)
+        return change.entry != "directory" and any(is_in(change.path, place) for place in self.loaded)
 
     def _is_collected(self, change: Change) -> bool:
         """Settings and tests that pytest reads, and what stands where a test is to be copied to."""
@@ -175,9 +175,9 @@ class Exposed:
             return True
         if name in (*PYTEST_SETTINGS, "conftest.py") or (change.kind == "added" and name in self.copied):
             folders = {_folder(place) for place in self.collected}
-            return any(_is_in(folder, place) or _is_in(place, folder) for place in folders)
+            return any(is_in(folder, place) or is_in(place, folder) for place in folders)
         counts = change.kind == "added" and not self.names_known and _TEST.fullmatch(name)
-        return bool(counts) and any(_is_in(change.path, place) for place in self.collected)
+        return bool(counts) and any(is_in(change.path, place) for place in self.collected)
 
 
 def exposed(
@@ -252,11 +252,7 @@ def _plain(entry: str, workdir: str) -> str:
 
 
 def _is_system(place: str) -> bool:
-    return any(_is_in(place, folder) for folder in SYSTEM)
-
-
-def _is_in(path: str, folder: str) -> bool:
-    return path == folder or folder == "/" or path.startswith(f"{folder}/")
+    return any(is_in(place, folder) for folder in SYSTEM)
 
 
 def _below(path: str, place: str) -> str:

@@ -227,7 +227,7 @@ def _collected(text: str, home: str, workdir: str) -> Iterator[str]:
         if run and not NO_RUN.search(command):
             for target in _targets(command[run.end() :]) or ["."]:
                 place = here if _is_vague(target) else posixpath.normpath(posixpath.join(here, _home(target, home)))
-                if not _is_in(place, TESTS):
+                if not is_in(place, TESTS):
                     yield place
 
 
@@ -266,5 +266,5 @@ def _is_vague(target: str) -> bool:
     return any(sign in target for sign in "$*?[{")
 
 
-def _is_in(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(f"{folder}/")
+def is_in(path: str, folder: str) -> bool:
+    return path == folder or folder == "/" or path.startswith(f"{folder}/")

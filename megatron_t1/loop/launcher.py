@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from megatron_t1.config.schema import Config, ResourcesConfig
+from megatron_t1.config.cluster import ResourcesConfig
+from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.failure import OWN_ERROR, first_failure, last_lines, read_end
 from megatron_t1.loop.ground import FREE_SHARE, GRACE, LAUNCH_MARK, RUN_MARK

@@ -6,7 +6,6 @@ of the manifest is reconstructed from the phases' own results (`Runner.execute`)
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_t1 import __version__
+from megatron_t1 import __version__, sealed
 from megatron_t1.config.compose import flatten
 from megatron_t1.config.schema import Config, LoopConfig
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
@@ -157,7 +156,7 @@ def set_aside_records(paths: RunPaths) -> Path | None:
 def config_digest(flat: dict[str, Any]) -> str:
     """SHA-256 over the options that decide what is computed."""
     fixed = {key: value for key, value in flat.items() if not is_free(key)}
-    return hashlib.sha256(json.dumps(_plain(fixed), sort_keys=True).encode()).hexdigest()
+    return sealed.digest(_plain(fixed))
 
 
 def is_free(key: str) -> bool:

@@ -6,10 +6,9 @@ the optimizer's from its checkpoint. Here they can be looked up, and compared be
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
+from megatron_t1 import sealed
 from megatron_t1.config.schema import Config
 from megatron_t1.paths import Counters
 from megatron_t1.phase import PhaseResult
@@ -38,4 +37,4 @@ def contract_of(result: PhaseResult) -> tuple[str, dict[str, Any]]:
     contract = result.details.get("contract")
     if not isinstance(contract, dict):
         return "", {}
-    return hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest(), contract
+    return sealed.digest(contract), contract

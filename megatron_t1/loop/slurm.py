@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_t1.config.schema import Config, ResourcesConfig
+from megatron_t1.config.cluster import ResourcesConfig
+from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import train_nodes
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import slurm_jobs

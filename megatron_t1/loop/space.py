@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 
+from megatron_t1.config.dtypes import OPTIMIZER_BYTES, WIDTHS
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
 from megatron_t1.loop.steps import Step
 from megatron_t1.manifest import Manifest
+from megatron_t1.trajectory.routes import route_row_bytes
 
 FLOOR_BYTES = 256 * 2**20  # logs and what can't be foreseen
 FLOOR_FILES = 2_000
 GROWTH = 1.2  # a phase may write this much more than its last execution did
-BYTES_OF = {"float32": 4, "bfloat16": 2}
-MASTER_BYTES = {"float32": 8, "bfloat16": 12}  # a parameter's Adam moments, and its master copy where that is another
 # ids 4, origin 1, turn 2, log-prob 4, whether routed 1; and of the exchange log: ids 4, log-prob 4, rounded up
 TOKEN_BYTES = 24
 VALUE_BYTES = 12  # value, advantage and return of a token
@@ -57,7 +57,7 @@ def expected_bytes(config: Config, manifest: Manifest, phase: str) -> int:
         case "export":
             return weights
         case "critic" | "actor":
-            each = MASTER_BYTES.get(config.model.dtype, 12) / BYTES_OF.get(config.model.dtype, 2)
+            each = OPTIMIZER_BYTES[config.model.dtype] / WIDTHS[config.model.dtype]
             values = VALUE_BYTES * _tokens(config, "rollout") if phase == "critic" else 0
             return int(weights * (1 + each)) * _checkpoints_at_once(config, phase) + values
     return 0
@@ -85,5 +85,4 @@ def _route_bytes(config: Config, phase: str) -> int:
     """Of one token's recorded experts."""
     if phase != "rollout" or not config.rollout.routes:
         return 0
-    model = config.model.architecture
-    return model.num_hidden_layers * model.num_experts_per_tok * (1 if model.num_experts <= 256 else 2)
+    return route_row_bytes(config.model.architecture)

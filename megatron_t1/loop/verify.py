@@ -9,8 +9,8 @@ from megatron_t1 import atomic, sealed
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.loop import start_model
+from megatron_t1.loop.fence import LAUNCH_FILE
 from megatron_t1.loop.manifest import differences
-from megatron_t1.loop.runner import LAUNCH_FILE
 from megatron_t1.manifest import FinishedStep, Manifest, predecessor
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from megatron_t1.errors import ConfigError, MismatchError
 from megatron_t1.model.mapping import Source, WeightMapping
 from megatron_t1.model.names import HEAD_TENSOR, CheckpointNames
+from megatron_t1.model.packing import Packing, Rows
 from megatron_t1.model.stored import architecture_from_hf, require_equal_architecture
 
 
@@ -31,6 +32,14 @@ class Bound:
         if self.source.is_expert:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def packing(self) -> Packing:
+        """How the parameter is made of its tensors; a model may pad its vocabulary further than its ranks need."""
+        packing = self.source.packing
+        if isinstance(packing, Rows):
+            return replace(packing, padded=self.parameter.shape[0] * dist.get_world_size(self.group))
+        return packing
 
     @property
     def in_first_replica(self) -> bool:

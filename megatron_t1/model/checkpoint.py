@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.nn import Module
 
-from megatron_t1 import atomic
+from megatron_t1 import atomic, sealed
 from megatron_t1.config.schema import ArchitectureConfig
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.model.chunks import bare_chunks
@@ -206,8 +206,7 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
 
 
 def _marker_digest(marker: dict[str, Any]) -> str:
-    rest = {key: value for key, value in marker.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return sealed.digest({key: value for key, value in marker.items() if key != sealed.SEAL})
 
 
 def _own_path(directory: Path, name: str) -> Path:

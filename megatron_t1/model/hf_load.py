@@ -7,7 +7,7 @@ parameter holds NaN before and finite numbers afterwards, and shapes and types a
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import together
 from megatron_t1.model.mapping import WeightMapping
 from megatron_t1.model.names import HEAD_TENSOR, names_in
-from megatron_t1.model.packing import Rows, Shape, Whole
+from megatron_t1.model.packing import Shape, Whole
 from megatron_t1.model.safetensors_io import BLOCK_ELEMENTS, SafetensorsDirectory
 
 
@@ -139,10 +139,8 @@ def _load_local(chunks: list[Module], directory: Path, role: str) -> _Local:
 
 
 def _load_parameter(item: Bound, tensors: SafetensorsDirectory, local: _Local) -> None:
-    source, packing, parameter = item.source, item.source.packing, item.parameter
+    source, packing, parameter = item.source, item.packing, item.parameter
     rank, size = dist.get_rank(item.group), dist.get_world_size(item.group)
-    if isinstance(packing, Rows):  # a model may pad its vocabulary further than its ranks need
-        packing = replace(packing, padded=parameter.shape[0] * size)
     types = {_checked_type(name, shape, tensors) for name, shape in zip(source.names, source.shapes, strict=True)}
 
     def read(part: int, dimension: int, first: int, last: int) -> Tensor:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_t1.config.dtypes import WIDTHS
 from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
-from megatron_t1.planner.parameters import WIDTHS, chunks_of, has_full_attention
+from megatron_t1.planner.parameters import chunks_of, has_full_attention
+from megatron_t1.trajectory.routes import route_row_bytes
 
 DELTA_CHUNK = 64  # tokens that the gated delta rule's kernels take at a time
 
@@ -169,10 +171,9 @@ def stage_activations(
         kept, layer = flying * each * mean, max(layer.backward for layer in layers.values())
     ends = hidden * (chunks[0].is_first + (2 if work.fused else 3) * chunks[-1].is_last)
     head = _head_bytes(a, layout, dtype, role, work, chunk=chunk) if chunks[-1].is_last else 0
-    routes = a.num_hidden_layers * a.num_experts_per_tok * (1 if a.num_experts <= 256 else 2)
     return StageActivations(
         int(rows * (kept + ends * max(1, flying / len(chunks)))), int(rows * layer), int(head),
-        int(rows * routes * work.micro_batches),
+        int(rows * route_row_bytes(a) * work.micro_batches),
     )  # fmt: skip
 
 

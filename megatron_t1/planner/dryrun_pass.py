@@ -25,7 +25,7 @@ from megatron_t1.model.build import build_model
 from megatron_t1.planner.dryrun_batch import sample_batch
 from megatron_t1.planner.dryrun_report import PassFindings
 from megatron_t1.training.batch import MicroBatch, build_micro_batch
-from megatron_t1.training.passes import layout_sizes, packed_sequences, read_logprobs, read_values
+from megatron_t1.training.passes import configured_logprobs, layout_sizes, packed_sequences, read_values
 
 TOKENS = 256  # positions of the micro-batch, before what parallel sizes need
 
@@ -87,15 +87,7 @@ def _loss(chunk: Module, output: Tensor, batch: MicroBatch, role: str, config: C
         return output.float().sum()
     if role == "value":
         return read_values(output, batch)["values"].sum()
-    read = read_logprobs(
-        chunk,
-        output,
-        batch,
-        temperature=config.rollout.temperature,
-        projected_at_once=config.train.logprob_chunk,
-        wide=config.train.head_dtype == "float32",
-    )
-    return read["logprobs"].sum()
+    return configured_logprobs(chunk, output, batch, config)["logprobs"].sum()
 
 
 @contextlib.contextmanager

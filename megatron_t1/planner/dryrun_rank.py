@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import megatron.core
@@ -24,7 +23,7 @@ from megatron_t1.model.backend import Backend
 from megatron_t1.model.binding import bind, expected_tensors
 from megatron_t1.model.mapping import WeightMapping
 from megatron_t1.model.names import CheckpointNames
-from megatron_t1.model.packing import Rows, Shape
+from megatron_t1.model.packing import Shape
 from megatron_t1.model.parallel import parallel_ranks
 from megatron_t1.planner.bytes import RankBytes
 from megatron_t1.planner.dryrun_report import Place
@@ -35,9 +34,7 @@ ADAM_MOMENTS = 2  # float32, as is the master copy
 
 def build_engine(config: Config, backend: Backend, role: str) -> Engine:
     """The engine of the actor's or the critic's phase on this rank."""
-    options = config.train.actor if role == "policy" else config.train.critic
-    replay = config.train.replay.actor if role == "policy" else config.train.replay.critic
-    return Engine(config, backend, role, options, replay=replay, initialize=False)
+    return Engine.of_role(config, backend, role, initialize=False)
 
 
 def place() -> Place:
@@ -112,10 +109,8 @@ def converted_elements(engine: Engine) -> dict[str, int]:
     elements: Counter[str] = Counter()
     bound, _ = bind(engine.chunks, CheckpointNames())
     for item in bound:
-        source, packing = item.source, item.source.packing
+        source, packing = item.source, item.packing
         rank, size = dist.get_rank(item.group), dist.get_world_size(item.group)
-        if isinstance(packing, Rows):
-            packing = replace(packing, padded=item.parameter.shape[0] * size)
         packed = packing.pack(lambda *cut, packing=packing: _slice(packing.shapes, *cut), rank, size)
         if packed.shape != item.parameter.shape:
             raise MismatchError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from megatron_t1.config.dtypes import WIDTHS
 from megatron_t1.config.schema import ArchitectureConfig, Config
 from megatron_t1.planner.activations import Workload, stage_activations
 from megatron_t1.planner.hardware import GIB
-from megatron_t1.planner.parameters import WIDTHS, fullest_rank, has_full_attention, total_parameters
+from megatron_t1.planner.parameters import fullest_rank, has_full_attention, total_parameters
+from megatron_t1.planner.storage import record_bytes
 from megatron_t1.planner.work import Volume, micro_batches
 
 ROLE_OF = {"critic": "value", "actor": "policy", "export": "policy"}
@@ -180,6 +182,4 @@ def rollout_memory(config: Config, memory: int) -> PhaseMemory:
 
 def host_bytes(config: Config) -> int:
     """Of one node's main memory in a training phase: the records, mapped once for all its processes."""
-    from megatron_t1.planner.storage import record_bytes
-
     return int(record_bytes(config))

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
+from megatron_t1.config.dtypes import WIDTHS
 from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
 from megatron_t1.planner.bytes import RankBytes, buffer_elements, shard_elements
 
-WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes of one number
 ROLES = ("policy", "value")
 
 

@@ -63,9 +63,7 @@ def plan_text(config: Config, device: Device) -> str:
 
 def layout_text(layout: LayoutConfig) -> str:
     """TP2 PP4 CP8 EP16, full recompute."""
-    sizes = {"TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "CP": layout.context,
-             "EP": layout.expert, "ETP": layout.expert_tensor}  # fmt: skip
-    named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "no parallelism"
+    named = layout.sizes_text or "no parallelism"
     recompute = "no" if layout.recompute == "none" else layout.recompute
     return f"{named}, {recompute} recompute" + ("" if layout.distributed_optimizer else ", optimizer not distributed")
 

@@ -6,20 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_t1.config.schema import ArchitectureConfig, Config
-from megatron_t1.planner.parameters import WIDTHS, total_parameters
+from megatron_t1.config.dtypes import OPTIMIZER_BYTES, WIDTHS
+from megatron_t1.config.schema import Config
+from megatron_t1.planner.parameters import total_parameters
 from megatron_t1.planner.work import Volume
 from megatron_t1.trajectory.exchange import FRAME, TURN_FIELDS
-from megatron_t1.trajectory.routes import route_dtype
+from megatron_t1.trajectory.routes import route_row_bytes
 from megatron_t1.trajectory.validation import FIELD_DTYPES, OPTIONAL_FIELDS
 
 VALUE_FIELDS = 3  # old value, advantage and return of a sampled token, float32
 LOGGED_PROMPT, LOGGED_SAMPLED = 4, 8  # bytes of the exchange log for one token: its id; id and log-probability
-
-
-def route_bytes_per_token(a: ArchitectureConfig) -> int:
-    """Recorded experts of one token in every layer."""
-    return a.num_hidden_layers * a.num_experts_per_tok * route_dtype(a.num_experts).itemsize
 
 
 def token_bytes() -> int:
@@ -29,14 +25,14 @@ def token_bytes() -> int:
 
 def record_bytes(config: Config) -> float:
     """Records of an iteration, with routes."""
-    routes = route_bytes_per_token(config.model.architecture) if config.rollout.routes else 0
+    routes = route_row_bytes(config.model.architecture) if config.rollout.routes else 0
     return Volume.of(config).tokens * (token_bytes() + routes)
 
 
 def checkpoint_bytes(config: Config, role: str) -> int:
     """One checkpoint of a role: parameters, both moments, and master copies where the model isn't in float32."""
     dtype = config.model.dtype
-    return total_parameters(config.model.architecture, role) * (WIDTHS[dtype] + (8 if dtype == "float32" else 12))
+    return total_parameters(config.model.architecture, role) * (WIDTHS[dtype] + OPTIMIZER_BYTES[dtype])
 
 
 def export_bytes(config: Config) -> int:
@@ -64,7 +60,7 @@ class Written:
 def written(config: Config) -> Written:
     """Of one iteration with an actor update."""
     volume, loop, routed = Volume.of(config), config.loop, config.rollout.routes
-    routes = volume.tokens * route_bytes_per_token(config.model.architecture) if routed else 0
+    routes = volume.tokens * route_row_bytes(config.model.architecture) if routed else 0
     sampled = volume.trajectories * volume.sampled_tokens
     frames = volume.trajectories * volume.turns * (FRAME.size + TURN_FIELDS.size)
     parts = {

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_t1.config.dtypes import WIDTHS
 from megatron_t1.config.schema import Config
 from megatron_t1.planner.communication import exchange_seconds
 from megatron_t1.planner.hardware import Gpu
 from megatron_t1.planner.memory import ROLE_OF, engine_room
-from megatron_t1.planner.parameters import WIDTHS, total_parameters
+from megatron_t1.planner.parameters import total_parameters
 from megatron_t1.planner.storage import checkpoint_bytes, export_bytes, record_bytes
 from megatron_t1.planner.work import Volume, forward_operations, micro_batches, passes
 

@@ -80,9 +80,7 @@ def origin(context: Context, version: int) -> Path:
 
 def new_actor(context: Context, *, with_optimizer: bool = True) -> Engine:
     """An actor's model and optimizer, without weights that mean anything."""
-    options = context.config.train
-    optimizer = options.actor if with_optimizer else None
-    return Engine(context.config, context.backend, "policy", optimizer, replay=options.replay.actor)
+    return Engine.of_role(context.config, context.backend, "policy", with_optimizer=with_optimizer)
 
 
 def load_actor(context: Context, version: int, *, with_optimizer: bool = True) -> Engine:

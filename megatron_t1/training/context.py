@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from megatron_t1.training.batch import plan_samples
 from megatron_t1.training.passes import missing_micro_batches, speaks_for_replica
 from megatron_t1.training.samples import Sample, router_dtype, tokenizer_digest
 from megatron_t1.trajectory.packing import PackingPlan, SequenceCost
+from megatron_t1.trajectory.sidecar import write_sidecar
 
 
 @dataclass
@@ -98,6 +101,20 @@ class Context:
     @property
     def replica_count(self) -> int:
         return parallel_state.get_data_parallel_world_size()
+
+    def write_fields(self, directory: Path, samples: Sequence[Sample], names: Sequence[str]) -> None:
+        """Replace a sidecar by these fields of all replicas' samples. Collective.
+
+        Args:
+            samples: this replica's own.
+        """
+        if self.is_writer:
+            shutil.rmtree(directory, ignore_errors=True)
+        dist.barrier()
+        if self.owns_values:
+            arrays = {sample.key: {name: sample.fields[name] for name in names} for sample in samples}
+            write_sidecar(directory, self.replica, arrays, ranks=self.replica_count)
+        dist.barrier()
 
     def written(self, directory: Path) -> list[WrittenFile]:
         """Small finished files of a directory, with digests, named relative to the run."""

@@ -6,12 +6,10 @@ Writes RUN/values/iter_i (old values, advantages, returns) and critic i + 1. The
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_t1.model.convert import load_hf
 from megatron_t1.model.heads import set_value_bias
@@ -28,7 +26,7 @@ from megatron_t1.training.samples import Sample, SampleSet, attach, load_rollout
 from megatron_t1.training.scoring import score_groups, share
 from megatron_t1.training.updates import run_epochs, taken, update_metrics
 from megatron_t1.training.warmup import split_tasks, warm_up
-from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
+from megatron_t1.trajectory.sidecar import read_sidecar
 
 # Of a warm-up's tasks, how many more than asked for stay out for good, so that an iteration rarely has too few; ours.
 HELD_OUT_MARGIN = 1.25
@@ -75,7 +73,7 @@ def _begin(context: Context, data: SampleSet, progress: Progress) -> Engine:
     with context.timed("advantages"):
         statistics = compute_advantages(own, config.train.gae, group=context.replicas, device=context.backend.device)
     with context.timed("write_values"):
-        _write_values(context, own)
+        context.write_fields(directory, own, VALUE_FIELDS)
         # Mini-batches are packed anew, so a sample may move to another rank: every rank reads all of them back.
         attach(data.samples, read_sidecar(directory), VALUE_FIELDS)
         progress.keep(data.samples, VALUE_FIELDS, directory=directory)
@@ -108,8 +106,7 @@ def leave(context: Context, engine: Engine, progress: Progress, final: Path, ver
 
 def new_critic(context: Context) -> Engine:
     """A critic's model and optimizer, without weights that mean anything."""
-    config = context.config
-    return Engine(config, context.backend, "value", config.train.critic, replay=config.train.replay.critic)
+    return Engine.of_role(context.config, context.backend, "value")
 
 
 def load_start(context: Context, engine: Engine, samples: list[Sample]) -> list[str]:
@@ -150,17 +147,6 @@ def score_values(context: Context, engine: Engine, samples: list[Sample]) -> lis
     groups = context.groups(samples)
     score_groups(engine, groups, engine.values, "values", field="old_values")
     return [sample for group in groups for sample in group]
-
-
-def _write_values(context: Context, samples: list[Sample]) -> None:
-    directory = context.paths.values(context.iteration)
-    if context.is_writer:
-        shutil.rmtree(directory, ignore_errors=True)
-    dist.barrier()
-    if context.owns_values:
-        arrays = {sample.key: {name: sample.fields[name] for name in VALUE_FIELDS} for sample in samples}
-        write_sidecar(directory, context.replica, arrays, ranks=context.replica_count)
-    dist.barrier()
 
 
 def _update(context: Context, engine: Engine, data: SampleSet, progress: Progress) -> dict[str, float]:

@@ -38,10 +38,10 @@ from megatron_t1.training.nonfinite import Watched, all_finite, gradients_finite
 from megatron_t1.training.passes import (
     LossFunction,
     TokenReader,
+    configured_logprobs,
     layout_sizes,
     names_everywhere,
     packed_forward,
-    read_logprobs,
     read_values,
     run_schedule,
     score,
@@ -99,6 +99,15 @@ class Engine:
         self.skipped: list[dict[str, Any]] = []
         if optimizer is not None:
             self._add_optimizer(optimizer)
+
+    @classmethod
+    def of_role(
+        cls, config: Config, backend: Backend, role: str, *, with_optimizer: bool = True, **more: Any
+    ) -> Engine:
+        """The actor's ("policy") or the critic's ("value") model, as PPO trains it; its weights mean nothing yet."""
+        options, replays = config.train, config.train.replay
+        trained, replay = (options.actor, replays.actor) if role == "policy" else (options.critic, replays.critic)
+        return cls(config, backend, role, trained if with_optimizer else None, replay=replay, **more)
 
     def _add_optimizer(self, options: OptimizerConfig) -> None:
         ddp = DistributedDataParallelConfig(
@@ -340,14 +349,7 @@ class Engine:
 
     def logprobs(self, hidden: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Log-probs (and entropies) of this rank's loss tokens, fp32 [n], at the sampling temperature."""
-        return read_logprobs(
-            self.chunks[-1],
-            hidden,
-            batch,
-            temperature=self.config.rollout.temperature,
-            projected_at_once=self.config.train.logprob_chunk,
-            wide=self.config.train.head_dtype == "float32",
-        )
+        return configured_logprobs(self.chunks[-1], hidden, batch, self.config)
 
     def values(self, output: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Values of this rank's loss tokens, fp32 [n]: read at the position before each token."""

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_t1.config.schema import Config
 from megatron_t1.model.heads import loss_hidden, output_weight, vocabulary_rows
 from megatron_t1.ppo.logprobs import token_logprobs
 from megatron_t1.ppo.sums import Sums
@@ -180,6 +181,20 @@ def names_everywhere(own: Iterable[str]) -> list[str]:
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, sorted(own))
     return sorted({name for names in gathered for name in names})
+
+
+def configured_logprobs(
+    chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, config: Config
+) -> dict[str, torch.Tensor]:
+    """`read_logprobs` at the rollout's temperature, with the options of training."""
+    return read_logprobs(
+        chunk,
+        hidden,
+        batch,
+        temperature=config.rollout.temperature,
+        projected_at_once=config.train.logprob_chunk,
+        wide=config.train.head_dtype == "float32",
+    )
 
 
 def read_logprobs(

@@ -35,7 +35,7 @@ from megatron_t1.ppo.sums import Sums
 from megatron_t1.training.context import Context
 from megatron_t1.training.engine import Engine
 from megatron_t1.training.samples import Sample, attach
-from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
+from megatron_t1.trajectory.sidecar import read_sidecar
 
 RANDOM = "random.safetensors"
 _STEP = re.compile(r"step_(\d{7,})", re.ASCII)
@@ -110,12 +110,8 @@ class Progress:
             return
         if directory is None:
             directory = self.directory / f"fields_{self.taken:07d}"
-            context, own = self.context, samples[self.context.replica :: self.context.replica_count]
-            on_first_rank(lambda: shutil.rmtree(directory, ignore_errors=True))
-            if context.owns_values:
-                arrays = {sample.key: {name: sample.fields[name] for name in names} for sample in own}
-                write_sidecar(directory, context.replica, arrays, ranks=context.replica_count)
-            dist.barrier()
+            own = samples[self.context.replica :: self.context.replica_count]
+            self.context.write_fields(directory, own, names)
             files = self._written(directory)
         else:
             files = self._inputs = self._written(directory)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_t1.config.schema import ArchitectureConfig
+
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -31,6 +33,12 @@ class RouteShape:
 def route_dtype(num_experts: int) -> np.dtype:
     """The compact type of routes: uint8 up to 256 experts, uint16 above."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+def route_row_bytes(architecture: ArchitectureConfig) -> int:
+    """Bytes of one token's experts in every layer, in the compact type."""
+    a = architecture
+    return a.num_hidden_layers * a.num_experts_per_tok * route_dtype(a.num_experts).itemsize
 
 
 def decode_routes(encoded: object) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed import run_distributed
-from tests.matrix.cases import Case
+from tests.matrix.cases import Case, core_defect
 
 LOSS_TOLERANCE = 1e-6  # fp32, relative
 GRADIENT_TOLERANCE = 1e-5  # of the norm of the whole parameter's gradient, for any parameter
@@ -26,6 +28,17 @@ class Outcomes:
         )  # fmt: skip
         assert all(rank["megatron"] == ranks[0]["megatron"] for rank in ranks)
         return ranks[0]
+
+    def require_equal(self, case: Case, core: str, record_property, gradient: float = GRADIENT_TOLERANCE) -> None:
+        """The case gives the loss and gradient of one process; skipped where this core is known to fail."""
+        record_property("layout", case.name)
+        if defect := core_defect(case, core):
+            pytest.skip(defect)
+        outcome = self.of(case)
+        assert "error" not in outcome, outcome["error"]
+        record_property("loss", outcome["loss"])
+        record_property("gradient", outcome["gradient"])
+        assert outcome["loss"] <= LOSS_TOLERANCE and outcome["gradient"] <= gradient, outcome
 
     def of(self, case: Case) -> dict:
         if case.world not in self._worlds:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_t1.config.schema import Config, ModelConfig
-from megatron_t1.planner.storage import VALUE_FIELDS, route_bytes_per_token, token_bytes, written
+from megatron_t1.planner.storage import VALUE_FIELDS, token_bytes, written
+from megatron_t1.trajectory.routes import route_row_bytes
 from megatron_t1.trajectory.sidecar import write_sidecar
 from megatron_t1.trajectory.store import RolloutStore
 from tests.tiny_model import ARCHITECTURE
@@ -24,7 +25,7 @@ def test_bytes_of_records_are_those_of_a_store(tmp_path):
         sizes.append(sum(path.stat().st_size for path in directory.glob("*.safetensors")))
         tokens.append(sum(len(each.ids) for each in trajectories))
     each = (sizes[1] - sizes[0]) / (tokens[1] - tokens[0])
-    planned = token_bytes() + route_bytes_per_token(ARCHITECTURE)
+    planned = token_bytes() + route_row_bytes(ARCHITECTURE)
     # A header names the policy of each turn: some bytes of JSON for every dozen tokens.
     assert planned <= each < 1.1 * planned
 
