@@ -28,13 +28,17 @@ class OutputBuffer:
         omitted = self.total - len(self._head) - len(tail)
         if not omitted:
             return _decode(bytes(self._head + tail)), 0
-        marker = f"\n[... {omitted} bytes omitted ...]\n"
-        spare = self._head_limit + self._tail_limit - len(marker)
-        if spare < len(marker):
+        marker = len(_marker(self.total))  # at most: making room for it leaves more out
+        spare = self._head_limit + self._tail_limit - marker
+        if spare < marker:
             return _decode(bytes(self._head + tail)), omitted
         head, tail = self._head[: (spare + 1) // 2], tail[len(tail) - spare // 2 :]
         omitted = self.total - len(head) - len(tail)
-        return f"{_decode(bytes(head))}\n[... {omitted} bytes omitted ...]\n{_decode(bytes(tail))}", omitted
+        return f"{_decode(bytes(head))}{_marker(omitted)}{_decode(bytes(tail))}", omitted
+
+
+def _marker(omitted: int) -> str:
+    return f"\n[... {omitted} bytes omitted ...]\n"
 
 
 def _decode(data: bytes) -> str:
