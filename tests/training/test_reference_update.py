@@ -66,10 +66,13 @@ def test_the_reference_differentiates_itself_correctly():
 
 def hugging_face_weights(config, backend, role: str, version: int) -> dict[str, np.ndarray]:
     """Weights of a checkpoint under their Hugging Face names, the value head's under value.weight and value.bias."""
+    import torch
+
     from megatron_t1.model.binding import bind
     from megatron_t1.model.build import build_model
     from megatron_t1.model.checkpoint import load_checkpoint
     from megatron_t1.model.convert import load_hf
+    from megatron_t1.model.names import CheckpointNames
 
     kind = "policy" if role == "actor" else "value"
     chunks = build_model(config, backend, kind, initialize=False)
@@ -77,11 +80,11 @@ def hugging_face_weights(config, backend, role: str, version: int) -> dict[str, 
         load_checkpoint(RunPaths.of(config.run.dir).checkpoint(role, version), chunks, None)
     else:
         load_hf(chunks, config.model.path, kind)
-    bound, heads = bind(chunks)
+    bound, heads = bind(chunks, CheckpointNames())
     found = {
-        name: tensor
+        name: torch.cat(blocks)
         for item in bound
-        for name, tensor in zip(item.source.names, item.source.packing.unpack([item.parameter.detach()]), strict=True)
+        for name, blocks in zip(item.source.names, item.packing.unpack([item.parameter.detach()]), strict=True)
     }
     found |= {name.replace("output_layer", "value"): parameter.detach() for name, parameter in heads}
     return {name: tensor.double().numpy().copy() for name, tensor in found.items()}
