@@ -93,11 +93,9 @@ def test_replay_is_refused_where_it_would_be_ignored(run, version):
         assert after["quantile"].startswith("moe_router_load_balancing_type=quantile_balancing")
 
 
-@pytest.mark.parametrize("version", UNSCALED)
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"context": 2}], ids=["tensor", "context"])
-def test_auxiliary_losses_have_the_weight_they_have_on_one_rank(run, version, layout):
-    if version not in ("0.13.1", "0.16.1", "0.18.2") and layout != {"tensor": 2}:
-        pytest.skip("the code is that of the release before")
+@pytest.mark.parametrize(("version", "axis"), zip(UNSCALED, ("tensor", "context") * 3, strict=True))
+def test_auxiliary_losses_have_the_weight_they_have_on_one_rank(run, version, axis):
+    layout = {axis: 2}
     alone = run("auxiliary_gradients", version, patched=False)[0]
     before = run("auxiliary_gradients", version, patched=False, world=2, **layout)[0]
     after = run("auxiliary_gradients", version, patched=True, world=2, **layout)[0]
