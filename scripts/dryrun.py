@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from test_matrix import BEGIN, END, ROOT, UNAVAILABLE, default_cache, prepare
+from test_matrix import BEGIN, END, ROOT, UNAVAILABLE, default_cache, prepare, python_path
 
 CORE = "0.19.2"
 
@@ -30,7 +30,7 @@ def main() -> int:
             return UNAVAILABLE
         command = [sys.executable, "-m", "megatron_t1.cli", "dryrun", f"experiment={options.experiment}"]
         command += [f"layout={','.join(options.layouts)}", *options.arguments]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": python_path(paths), "OMP_NUM_THREADS": "1"}
         finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     print(finished.stdout, end="")
     if finished.returncode == 0 and options.write:

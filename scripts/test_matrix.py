@@ -138,14 +138,18 @@ class Result:
         return f"megatron-core {self.version:<7} {verdict}  {counts}  {self.seconds:.0f} s"
 
 
+def python_path(paths: list[Path]) -> str:
+    """PYTHONPATH with some directories before those of this process."""
+    return os.pathsep.join(filter(None, [*map(str, paths), os.environ.get("PYTHONPATH")]))
+
+
 def run(version: str, paths: list[Path], options: argparse.Namespace) -> Result:
     """The tests on one release. A crash of pytest itself is a failure without a report."""
     report = _report(version, options)
     report.unlink(missing_ok=True)
-    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
+        "PYTHONPATH": python_path(paths),
         "T1_TEST_MEGATRON": f"{version}@{paths[0].resolve()}",
         "T1_LAYOUT_STRENGTH": str(options.strength),
         "OMP_NUM_THREADS": "1",
