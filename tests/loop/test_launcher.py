@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from loop_commands import dummy_command
@@ -58,6 +59,19 @@ def test_death_by_signal_is_named(config, tmp_path):
     result, command, _ = launch(config, tmp_path, "crash")
     with pytest.raises(T1Error, match="died of SIGKILL"):
         require_success(result, command)
+
+
+def test_a_killed_rollout_leaves_no_mounted_disks(config, tmp_path):
+    """They lie in memory; nobody may start another sandbox on this machine for days."""
+    from megatron_t1.environment.sandbox.process import host_identity
+    from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
+
+    sandboxes = config.env.sandbox
+    left = ScratchDirectory(shared_base(sandboxes.scratch_dir, host_identity(sandboxes)), 1, 100)
+    os.close(left._lock)  # what the kernel does when its driver is killed
+    result, _, _ = launch(config, tmp_path, "crash")
+    assert result.code != 0
+    assert not left.path.exists() and str(left.path) not in Path("/proc/mounts").read_text()
 
 
 def test_interpreter_that_does_not_exist(config, tmp_path):

@@ -17,6 +17,7 @@ from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.sandbox import cgroup
 from megatron_t1.environment.sandbox.disk import mount_bounded, tmpfs_options, unmount
 from megatron_t1.environment.sandbox.keeper import Keeper
+from megatron_t1.environment.sandbox.process import host_identity
 from megatron_t1.environment.sandbox.root import remove_tree
 from megatron_t1.errors import T1Error
 
@@ -123,6 +124,12 @@ def reachable(directory: str | Path | None, owner: int | None) -> str:
         where=", ".join(map(str, candidates)),
         remedy="name one with env.sandbox.scratch_dir that everybody may enter (chmod o+x, also above it)",
     )
+
+
+def clear_abandoned(config: SandboxConfig) -> None:
+    """Remove what killed drivers left on this machine: a sandbox's disk lies in memory, and no next driver may come."""
+    with contextlib.suppress(T1Error, OSError):  # said where a sandbox is wanted
+        remove_abandoned(shared_base(config.scratch_dir, host_identity(config)))
 
 
 def remove_abandoned(base: str) -> int:
