@@ -10,7 +10,9 @@ from typing import Any
 
 from megatron_t1.config.schema import Config
 
-SANDBOX_METHODS = ("start", "run", "put_files", "get_files", "changes", "guarantees", "run_verifier", "stop")
+SANDBOX_METHODS = (
+    "start", "run", "execute", "put_files", "get_files", "changes", "guarantees", "run_verifier", "resume", "stop",
+)  # fmt: skip
 
 
 def target_problems(config: Config) -> list[str]:

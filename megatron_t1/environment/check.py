@@ -30,7 +30,7 @@ from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error, readable
 
 RESULTS, LIST, TABLE = "results.jsonl", "tasks.list", "table.txt"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

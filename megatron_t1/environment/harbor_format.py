@@ -1,8 +1,8 @@
 """One task directory in Harbor's format: task.toml, instruction.md, environment/, tests/, solution/, steps/.
 
 A task that contradicts the format is refused with every problem in one error. What is well formed and can't be played
-here (several steps, another operating system, a container for the verifier alone, ...) is loaded, and named in
-`Task.obstacles`: whoever wants to play it is told.
+here (another operating system, a container for the verifier alone, ...) is loaded, and named in `Task.obstacles`:
+whoever wants to play it is told.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from megatron_t1.environment.exec_limits import too_large
 from megatron_t1.environment.image import load_image, require_dockerfile
-from megatron_t1.environment.task import Resources, Step, Task
+from megatron_t1.environment.steps import REWARD, SETUP
+from megatron_t1.environment.task import MEAN, Healthcheck, Resources, Step, Task
 from megatron_t1.environment.task_toml import check_document, size_in_mb
 from megatron_t1.environment.tree import walk
 from megatron_t1.errors import T1Error
@@ -54,11 +55,12 @@ def read_task(directory: Path, *, engine_builds: bool = False) -> Task:
     found = check_document(raw)
     problems += [f"task.toml: {problem}" for problem in found.problems or _too_large_environments(raw)]
     listed = raw.get("steps") or []
-    instruction, steps = "", []
+    instruction, steps, obstacles = "", [], []
     if found.problems:
         listed = []
     if listed:
-        steps = [_step(directory, raw, step, problems) for step in listed]
+        steps = [_step(directory, raw, step, problems, obstacles) for step in listed]
+        instruction = steps[0].instruction
     else:
         instruction = _instruction(directory, "instruction.md", problems)
         _require_tests(directory, "tests", problems)
@@ -67,14 +69,19 @@ def read_task(directory: Path, *, engine_builds: bool = False) -> Task:
         problems += [f"{name}/{link}: links out of the task" for link in _links_out(directory, name)]
     if problems:
         raise T1Error("; ".join(problems), where=str(directory), remedy="repair the task")
-    return _task(directory, raw, instruction, tuple(steps), found.unknown)
+    obstacles = [*_obstacles(directory, raw), *obstacles]
+    return _task(directory, raw, instruction, tuple(steps), found.unknown, obstacles)
 
 
 def _task(
-    directory: Path, raw: dict[str, Any], instruction: str, steps: tuple[Step, ...], unknown: dict[str, Any]
+    directory: Path,
+    raw: dict[str, Any],
+    instruction: str,
+    steps: tuple[Step, ...],
+    unknown: dict[str, Any],
+    obstacles: list[str],
 ) -> Task:
     environment, agent, verifier = (raw.get(name, {}) for name in ("environment", "agent", "verifier"))
-    obstacles = list(_obstacles(directory, raw))
     variables = {
         name: _resolved(raw.get(name, {}).get("env", {}), f"{name}.env", obstacles)
         for name in ("environment", "verifier", "solution")
@@ -97,6 +104,7 @@ def _task(
         package=raw.get("task", {}).get("name", ""),
         resources=_resources(environment),
         steps=steps,
+        strategy=raw.get("multi_step_reward_strategy", MEAN).lower(),
         obstacles=tuple(obstacles),
         metadata=_plain(metadata),
     )
@@ -104,6 +112,8 @@ def _task(
 
 def _too_large_environments(raw: dict[str, Any]) -> list[str]:
     tables = {name: raw.get(name, {}).get("env", {}) for name in ("environment", "verifier", "solution")}
+    for step in raw.get("steps", []):
+        tables[f"steps.{step['name']}.verifier"] = tables["verifier"] | step.get("verifier", {}).get("env", {})
     said = {name: too_large((), tables["environment"] | table) for name, table in tables.items()}
     return [f"{name}.env: {problem}" for name, problem in said.items() if problem]
 
@@ -123,33 +133,43 @@ def _resources(environment: dict[str, Any]) -> Resources:
 
 def _obstacles(directory: Path, raw: dict[str, Any]) -> Iterator[str]:
     """What is allowed by the format and not offered by the sandboxes or the agent loop here."""
-    environment, agent, verifier = (raw.get(name, {}) for name in ("environment", "agent", "verifier"))
-    if raw.get("steps"):
-        names = ", ".join(step["name"] for step in raw["steps"])
-        yield f"steps: {len(raw['steps'])} ({names}); an episode has one instruction and one verdict"
-    elif (directory / "steps").is_dir():
+    environment = raw.get("environment", {})
+    if not raw.get("steps") and (directory / "steps").is_dir():
         yield "steps/: a folder of steps that task.toml doesn't list"
     if str(environment.get("os", "linux")).lower() != "linux":
         yield f"environment.os = {environment['os']!r}"
     for name in ("gpus", "tpu", "mcp_servers", "skills_dir", "healthcheck"):
         if environment.get(name):
             yield f"environment.{name}"
-    for name, section in (("agent", agent), ("verifier", verifier)):
-        if section.get("user") not in ROOT_USERS:
-            yield f"{name}.user = {section['user']!r}: agent and verifier have the user of the Dockerfile"
-    if verifier.get("environment_mode", "").lower() == "separate" or "environment" in verifier:
-        yield "verifier.environment_mode = 'separate': the verifier runs in the agent's sandbox, after its end"
-    if verifier.get("collect"):
-        yield "verifier.collect"
-    for name, section in (("environment", environment), ("agent", agent), ("verifier", verifier)):
-        if section.get("network_mode", "").lower() == "allowlist":
-            yield f"{name}.network_mode = 'allowlist': a sandbox has no network"
+    if environment.get("network_mode", "").lower() == "allowlist":
+        yield "environment.network_mode = 'allowlist': a sandbox has no network"
     if (directory / "environment" / "docker-compose.yaml").exists():
         yield "environment/docker-compose.yaml: more than one container"
-    if (directory / "trajectory.json").exists():
-        yield "trajectory.json: a conversation to go on with"
-    ignored = [name for name in ("", "tests/", "solution/") if (directory / name / _IGNORE_FILE).exists()]
-    yield from (f"{name}{_IGNORE_FILE}" for name in ignored)
+    yield from _part_obstacles(raw, "")
+    yield from _file_obstacles(directory, "")
+
+
+def _part_obstacles(part: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Of [agent] and [verifier], the task's or a step's."""
+    agent, verifier = part.get("agent", {}), part.get("verifier", {})
+    for name, section in (("agent", agent), ("verifier", verifier)):
+        if section.get("user") not in ROOT_USERS:
+            yield f"{prefix}{name}.user = {section['user']!r}: agent and verifier have the user of the Dockerfile"
+    if verifier.get("environment_mode", "").lower() == "separate" or "environment" in verifier:
+        yield f"{prefix}verifier.environment_mode = 'separate': the verifier runs in the agent's sandbox, after its end"
+    if verifier.get("collect"):
+        yield f"{prefix}verifier.collect"
+    for name, section in (("agent", agent), ("verifier", verifier)):
+        if section.get("network_mode", "").lower() == "allowlist":
+            yield f"{prefix}{name}.network_mode = 'allowlist': a sandbox has no network"
+
+
+def _file_obstacles(directory: Path, folder: str) -> Iterator[str]:
+    """In a task's or a step's folder."""
+    if (directory / folder / "trajectory.json").exists():
+        yield f"{folder}trajectory.json: a conversation to go on with"
+    places = [f"{folder}{name}" for name in ("", "tests/", "solution/", "workdir/")]
+    yield from (f"{place}{_IGNORE_FILE}" for place in places if (directory / place / _IGNORE_FILE).exists())
 
 
 def _resolved(table: dict[str, str], field: str, obstacles: list[str]) -> dict[str, str]:
@@ -163,8 +183,16 @@ def _resolved(table: dict[str, str], field: str, obstacles: list[str]) -> dict[s
     return values
 
 
-def _step(directory: Path, raw: dict[str, Any], step: dict[str, Any], problems: list[str]) -> Step:
+def _step(
+    directory: Path, raw: dict[str, Any], step: dict[str, Any], problems: list[str], obstacles: list[str]
+) -> Step:
     folder = f"steps/{step['name']}"
+    field = f"steps.{step['name']}."
+    obstacles += [*_part_obstacles(step, field), *_file_obstacles(directory, f"{folder}/")]
+    if os.path.lexists(directory / folder / "workdir" / SETUP):
+        read_text(directory, f"{folder}/workdir/{SETUP}", problems)
+    least = step.get("min_reward", {})
+    least = least if isinstance(least, dict) else {REWARD: least}
     if not (directory / folder / "tests" / "test.sh").is_file():
         _require_tests(directory, "tests", problems, instead_of=f"{folder}/tests")
     shared = {name: raw.get(name, {}).get("timeout_sec", DEFAULT_TIMEOUT_S) for name in ("agent", "verifier")}
@@ -173,7 +201,16 @@ def _step(directory: Path, raw: dict[str, Any], step: dict[str, Any], problems: 
         instruction=_instruction(directory, f"{folder}/instruction.md", problems),
         agent_timeout_s=float(step.get("agent", {}).get("timeout_sec", shared["agent"])),
         verifier_timeout_s=float(step.get("verifier", {}).get("timeout_sec", shared["verifier"])),
+        verifier_env=_resolved(step.get("verifier", {}).get("env", {}), f"{field}verifier.env", obstacles),
+        min_reward={name: float(value) for name, value in least.items()},
+        healthcheck=_healthcheck(step["healthcheck"]) if "healthcheck" in step else None,
     )
+
+
+def _healthcheck(table: dict[str, Any]) -> Healthcheck:
+    seconds = ("interval", "timeout", "start_period", "start_interval")
+    given = {f"{name}_s": float(table[f"{name}_sec"]) for name in seconds if f"{name}_sec" in table}
+    return Healthcheck(table["command"], **given, **({"retries": table["retries"]} if "retries" in table else {}))
 
 
 def _require_tests(directory: Path, name: str, problems: list[str], *, instead_of: str = "") -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_t1.environment.loading import find_tasks, load_task
-from megatron_t1.environment.task import Task
+from megatron_t1.environment.task import Files, Task
 
 PARTS = ("instruction", "files", "tests")
 NGRAM, SHINGLE = 8, 3
@@ -132,15 +132,25 @@ def load_documents(tasks: str | Path) -> list[Document]:
 
 def document(task: Task) -> Document:
     texts: dict[str, list[str]] = {part: [] for part in PARTS}
-    texts["instruction"] = [task.instruction, *(step.instruction for step in task.steps)]
+    texts["instruction"] = list(dict.fromkeys([task.instruction, *(stage.instruction for stage in task.stages)]))
     digests: dict[str, str] = {}
-    for part, files in (("files", task.environment_files()), ("tests", task.test_files())):
+    groups = [("files", "", task.environment_files()), ("tests", "", task.test_files())]
+    for stage in task.stages if task.steps else ():
+        place = f"steps/{stage.step}/"
+        groups += [("files", place, stage.workdir_files()), ("tests", place, _new(stage.test_files(), groups))]
+    for part, place, files in groups:
         for name, (content, _) in sorted(files.items()):
             if len(content) >= LEAST_FILE_BYTES:
-                digests[hashlib.sha256(content).hexdigest()] = f"{part}/{name}"
+                digests[hashlib.sha256(content).hexdigest()] = f"{place}{part}/{name}"
             if b"\0" not in content[:8192]:
                 texts[part].append(content[:MAX_FILE_BYTES].decode("utf-8", errors="replace"))
     return Document(task.name, {part: _words("\n".join(found)) for part, found in texts.items()}, digests)
+
+
+def _new(tests: Files, groups: Sequence[tuple[str, str, Files]]) -> Files:
+    """Of a step's tests those that are not the whole task's, which come with every step."""
+    shared = next(files for part, _, files in groups if part == "tests")
+    return {name: entry for name, entry in tests.items() if shared.get(name) != entry}
 
 
 def measure(train: Sequence[Document], benchmark: Sequence[Document], *, ngram: int = NGRAM) -> Overlap:

@@ -10,14 +10,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_t1.environment.sandbox.interface import CommandResult, Sandbox, SandboxLost
+from megatron_t1.environment.steps import begin_step, below_minimum, combine, combined, not_ready
 from megatron_t1.environment.task import Task
 from megatron_t1.environment.verifier import verify
 from megatron_t1.errors import T1Error
-from megatron_t1.trajectory.record import Verdict
+from megatron_t1.trajectory.record import StepOutcome, Verdict
 
+Checks = dict[str, bool]
 SOLUTION_DIR, SOLUTION = "/solution", "solve.sh"
 SHOWN_CHECKS = 5
 SHOWN_OUTPUT = 300
+STEP_START_S = 900.0  # for a step's setup and healthcheck, where no limit is given
 
 
 class Status:
@@ -39,7 +42,7 @@ class Status:
 
 @dataclass
 class Proof:
-    """What a task did in a sandbox.
+    """What a task did in a sandbox. Of several steps the checks are those of all, as "STEP/CHECK".
 
     Attributes:
         reason: why the status is not PROVEN.
@@ -113,36 +116,37 @@ async def run_solution(sandbox: Sandbox, task: Task, timeout_s: float) -> Comman
 async def _prove(sandbox: Sandbox, task: Task, repeats: int, limits: Limits, proof: Proof) -> str:
     """The status; what was found meanwhile is kept in `proof`."""
     for number in range(repeats):
-        idle, _ = await _play(sandbox, task, limits, proof, solve=False)
+        idle, checks, _ = await _play(sandbox, task, limits, proof, solve=False)
         if not idle.trusted:
             proof.reason = f"after nothing was done: {idle.reason}"
             return Status.UNTRUSTED
-        if number and (differing := _differences(proof.baseline, idle.checks)):
+        if number and (differing := _differences(proof.baseline, checks)):
             proof.reason = f"doing nothing gives different verdicts: {differing}"
             return Status.UNSTABLE
-        proof.baseline = dict(idle.checks)
+        proof.baseline = dict(checks)
     if idle.solved:
         proof.reason = f"doing nothing passes all {idle.total} checks"
         return Status.SOLVED
     if 0 <= task.baseline != idle.passed:
         proof.notes.append(f"task.toml states a baseline of {task.baseline}, {idle.passed} checks pass")
-    if SOLUTION not in task.solution_files():
-        proof.reason = f"it has no solution/{SOLUTION}"
-        return Status.UNPROVEN
-    first: Verdict | None = None
+    for stage in task.stages:
+        if SOLUTION not in stage.solution_files():
+            proof.reason = f"{f'step {stage.step}' if stage.step else 'it'} has no solution/{SOLUTION}"
+            return Status.UNPROVEN
+    first: Checks | None = None
     for _ in range(repeats):
-        verdict, result = await _play(sandbox, task, limits, proof, solve=True)
+        verdict, checks, result = await _play(sandbox, task, limits, proof, solve=True)
         said = f" (status {result.exit_code}{', out of time' if result.timed_out else ''}: {_tail(result.output)})"
         if not verdict.trusted:
             proof.reason = f"after the reference solution{said}: {verdict.reason}"
             return Status.UNTRUSTED
-        if first is not None and (differing := _differences(first.checks, verdict.checks)):
+        if first is not None and (differing := _differences(first, checks)):
             proof.reason = f"the reference solution gives different verdicts: {differing}"
             return Status.UNSTABLE
-        first, proof.passed, proof.names = verdict, verdict.passed, sorted(verdict.checks)
-        if not verdict.solved:
-            failed = [name for name, passed in verdict.checks.items() if not passed]
-            proof.reason = f"the reference solution passes {verdict.passed} of {verdict.total} checks, not "
+        first, proof.passed, proof.names = checks, sum(checks.values()), sorted(checks)
+        if not verdict.solved or not all(checks.values()):
+            failed = [name for name, passed in {**verdict.checks, **checks}.items() if not passed]
+            proof.reason = f"the reference solution passes {proof.passed} of {len(checks)} checks, not "
             proof.reason += f"{_named(failed)}{said}"
             return Status.UNSOLVED
     return Status.PROVEN
@@ -150,23 +154,38 @@ async def _prove(sandbox: Sandbox, task: Task, repeats: int, limits: Limits, pro
 
 async def _play(
     sandbox: Sandbox, task: Task, limits: Limits, proof: Proof, *, solve: bool
-) -> tuple[Verdict, CommandResult | None]:
+) -> tuple[Verdict, Checks, CommandResult]:
+    """The verdict, the checks of all steps that were reached, and what the last solution that was run said."""
     began = time.monotonic()
     async with asyncio.timeout(limits.start_s):
         await sandbox.start(task)
-    started = time.monotonic()
-    _longest(proof, "build", started - began)
-    result = None
-    if solve:
-        result = await run_solution(sandbox, task, task.agent_timeout_s)
-        _longest(proof, "solution", time.monotonic() - started)
+    _longest(proof, "build", time.monotonic() - began)
+    result, outcomes = CommandResult(None, ""), []
+    for number, stage in enumerate(task.stages):
+        if task.steps and (problem := await begin_step(sandbox, task, number, limits.start_s or STEP_START_S)):
+            outcomes.append(StepOutcome(stage.step, verdict=not_ready(problem)))
+            break
+        if solve:
+            began = time.monotonic()
+            result = await run_solution(sandbox, stage, stage.agent_timeout_s)
+            _longest(proof, "solution", time.monotonic() - began)
+        verdict = await _verdict(sandbox, stage, limits, proof)
+        outcomes.append(StepOutcome(stage.step, verdict=verdict))
+        if not verdict.trusted or (task.steps and below_minimum(task.steps[number], verdict)):
+            break
+    if not task.steps:
+        return verdict, verdict.checks, result
+    return combined(task, outcomes), combine({o.name: o.verdict for o in outcomes}).checks, result
+
+
+async def _verdict(sandbox: Sandbox, stage: Task, limits: Limits, proof: Proof) -> Verdict:
     began = time.monotonic()
     try:
-        verdict = await verify(sandbox, task, limits.verifier_s)
+        return await verify(sandbox, stage, limits.verifier_s)
     except SandboxLost as error:
-        verdict = Verdict(0, 0, -1, trusted=False, reason=error.problem)
-    _longest(proof, "verifier", time.monotonic() - began)
-    return verdict, result
+        return Verdict(0, 0, -1, trusted=False, reason=error.problem)
+    finally:
+        _longest(proof, "verifier", time.monotonic() - began)
 
 
 def _longest(proof: Proof, name: str, seconds: float) -> None:

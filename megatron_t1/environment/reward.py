@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_t1.errors import T1Error
-from megatron_t1.trajectory.record import Verdict
+from megatron_t1.trajectory.record import NOT_REACHED, Verdict
 
 Components = dict[str, float]
 
@@ -50,7 +50,8 @@ class GainReward:
     """scale x (checks gained - penalty x checks broken), ours (Repo2RLEnv#44 documents the need).
 
     A check is gained when, by name, it failed when nothing was done and passes now; broken when it passed then and
-    doesn't now. What passed all along pays nothing. A check that nobody knew at baseline failed then.
+    doesn't now. What passed all along pays nothing. A check that nobody knew at baseline failed then; one of a step
+    that was not reached is neither gained nor broken.
 
     Args:
         scale: reward of one gained check.
@@ -75,7 +76,8 @@ class GainReward:
                 remedy="run `t1 tasks check` on the tasks, or use reward=dense",
             )
         gained = sum(passed and not baseline.get(name, False) for name, passed in verdict.checks.items())
-        broken = sum(passed and not verdict.checks.get(name, False) for name, passed in baseline.items())
+        reached = {name: passed for name, passed in baseline.items() if verdict.statuses.get(name) != NOT_REACHED}
+        broken = sum(passed and not verdict.checks.get(name, False) for name, passed in reached.items())
         paid = min(float(gained), self.cap)
         return {
             "total": self.scale * (paid - self.penalty * broken),
@@ -100,13 +102,18 @@ class BinaryReward:
 
 @dataclass(frozen=True)
 class RatioReward:
-    """scale x share of checks that pass: a check of a small task is then worth more. For comparison."""
+    """scale x share of checks that pass: a check of a small task is then worth more. For comparison.
+
+    Of a task of several steps it is the mean of the steps' shares (`Verdict.step_share`).
+    """
 
     scale: float = 2.0
 
     def __call__(self, verdict: Verdict, baseline: Mapping[str, bool] | None = None) -> Components:
         if not verdict.trusted or verdict.total == 0:
             return {}
+        if verdict.step_share is not None:
+            return {"total": self.scale * verdict.step_share, "passed": float(verdict.passed)}
         return {"total": self.scale * verdict.passed / verdict.total, "passed": float(verdict.passed)}
 
 

@@ -20,6 +20,8 @@ from megatron_t1.errors import T1Error
 
 DEFAULT_WORKDIR = "/app"
 
+MEAN, FINAL = "mean", "final"  # multi_step_reward_strategy
+
 Files = Mapping[str, tuple[bytes, int]]  # relative path -> content, permission bits
 
 
@@ -44,13 +46,34 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class Healthcheck:
+    """A command that has to succeed before a step's agent begins. Within `start_period_s` failures don't count, and it
+    is tried again every `start_interval_s`; then `retries` failures, `interval_s` apart, are too many."""
+
+    command: str
+    interval_s: float = 5.0
+    timeout_s: float = 30.0
+    start_period_s: float = 0.0
+    start_interval_s: float = 5.0
+    retries: int = 3
+
+
+@dataclass(frozen=True)
 class Step:
-    """One step of a task of several: read and shown, never played."""
+    """One step of a task of several (docs/tasks.md).
+
+    Attributes:
+        verifier_env: variables of this step's verifier, on top of the task's.
+        min_reward: of the step's own rewards, by name, the least with which the next step is begun.
+    """
 
     name: str
     instruction: str
     agent_timeout_s: float
     verifier_timeout_s: float
+    verifier_env: Mapping[str, str] = field(default_factory=dict)
+    min_reward: Mapping[str, float] = field(default_factory=dict)
+    healthcheck: Healthcheck | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +85,13 @@ class Task:
         directory: where it was loaded from, in Harbor's format; None for a task in memory.
         env: environment variables of the agent's commands and of the verifier, on top of the Dockerfile's.
         verifier_env, solution_env: more of them, for the verifier and for the reference solution alone.
-        baseline: checks that pass when nothing is done; -1 unknown.
-        baseline_checks: the same by name; None unknown (environment.baseline).
+        instruction: what the agent is told first; of several steps, the first one's.
+        baseline: of the checks that count, how many pass when nothing is done; -1 unknown.
+        baseline_checks: all of them by name, "STEP/CHECK" where there are steps; None unknown (environment.baseline).
         check_names: every check there is, from the reference solution's run; empty: unknown.
+        steps: of a task of several; each is played as `stages` has it.
+        strategy: which steps count: MEAN, all of them, or FINAL, the last.
+        step: in one of `stages`, the step's name.
         package: its name in a registry, "organisation/name"; "" when it states none.
         obstacles: what it needs and no sandbox here gives, by field. Such a task can be looked at, not played.
         metadata: the [metadata] table of task.toml. `result = "exit_code"` declares that the verifier leaves no result
@@ -89,6 +116,8 @@ class Task:
     package: str = ""
     resources: Resources = Resources()
     steps: tuple[Step, ...] = ()
+    strategy: str = MEAN
+    step: str = ""
     obstacles: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -120,20 +149,66 @@ class Task:
 
     def environment_files(self) -> Files:
         """What its image is built from, by name in environment/; in memory, what lies in its workdir."""
-        return self.content.files if self.content is not None else _read_tree(self.environment_dir)
+        return self.content.files if self.content is not None else _read_tree(self.environment_dir, self.directory)
+
+    @property
+    def step_dir(self) -> Path | None:
+        return self.directory / "steps" / self.step if self.directory is not None and self.step else None
+
+    @cached_property
+    def stages(self) -> tuple[Task, ...]:
+        """Its steps as tasks of one instruction each, in their order; itself where it has none."""
+        return tuple(map(self._stage, self.steps)) or (self,)
+
+    def _stage(self, step: Step) -> Task:
+        prefix, known = f"{step.name}/", self.baseline_checks
+        own = None if known is None else {n.removeprefix(prefix): p for n, p in known.items() if n.startswith(prefix)}
+        stage = replace(
+            self,
+            instruction=step.instruction,
+            verifier_env={**self.verifier_env, **step.verifier_env},
+            verifier_timeout_s=step.verifier_timeout_s,
+            agent_timeout_s=step.agent_timeout_s,
+            baseline=-1 if own is None else sum(own.values()),
+            baseline_checks=own,
+            check_names=tuple(n.removeprefix(prefix) for n in self.check_names if n.startswith(prefix)),
+            steps=(),
+            step=step.name,
+        )
+        if "image" in self.__dict__:
+            stage.__dict__["image"] = self.image
+        return stage
+
+    def counted(self, checks: Mapping[str, bool]) -> dict[str, bool]:
+        """Of checks by name, those that a verdict of the whole task counts."""
+        prefix = f"{self.steps[-1].name}/" if self.steps and self.strategy == FINAL else ""
+        return {name: passed for name, passed in checks.items() if name.startswith(prefix)}
 
     def test_files(self) -> Files:
-        return self.content.tests if self.content is not None else _read_tree(self.tests_dir)
+        """What lies in tests/; in a stage, with the step's own over it."""
+        if self.content is not None:
+            return self.content.tests
+        own = _read_tree(self.step_dir / "tests", self.directory) if self.step_dir else {}
+        return dict(sorted((_read_tree(self.tests_dir, self.directory) | own).items()))
 
     def solution_files(self) -> Files:
-        return self.content.solution if self.content is not None else _read_tree(self.solution_dir)
+        """What lies in solution/; in a stage, in the step's own where it has one."""
+        if self.content is not None:
+            return self.content.solution
+        own = self.step_dir / "solution" if self.step_dir else self.solution_dir
+        return _read_tree(own if own.is_dir() else self.solution_dir, self.directory)
+
+    def workdir_files(self) -> Files:
+        """What a stage's step brings into the working directory."""
+        return _read_tree(self.step_dir / "workdir", self.directory) if self.step_dir else {}
 
 
-def _read_tree(directory: Path) -> dict[str, tuple[bytes, int]]:
+def _read_tree(directory: Path, root: Path) -> dict[str, tuple[bytes, int]]:
+    """Files below a directory; links have to stay in `root`."""
     found = {}
     if not directory.is_dir():
         return found
-    root, reader = directory.parent.resolve(), Reader()
+    root, reader = root.resolve(), Reader()
     try:
         for entry in walk(directory, ignored=("__pycache__",)):
             if stat.S_ISLNK(entry.mode):

@@ -1,22 +1,25 @@
 """Stored trials, ours and Harbor's, as one kind of row: what each passed, and how long it took.
 
 Read are runs, directories of records, and Harbor's job or trial folders: `TASK__xxxxxxx/` with ctrf.json, pytest.xml,
-reward.json or reward.txt in it or in its verifier/, and result.json or trajectory.json where there is one. A trial that
-left no result, or a malformed one, is untrusted with the reason, never a zero.
+reward.json or reward.txt in it or in its verifier/, and result.json or trajectory.json where there is one; of a task of
+several steps in steps/NAME/ each. A trial that left no result, or a malformed one, is untrusted with the reason, never
+a zero.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_t1.environment.results import CTRF, PYTEST, READERS, RESULT_FILES, ResultError, own_rewards
 from megatron_t1.environment.sources import contradiction
+from megatron_t1.environment.steps import combine
 from megatron_t1.environment.verifier import trusted
 from megatron_t1.errors import T1Error
 from megatron_t1.regular import open_regular
@@ -24,7 +27,7 @@ from megatron_t1.trajectory.record import RECORD_FORMAT, Header, Verdict
 from megatron_t1.trajectory.store import SHARD_FORMAT, SUFFIX, RolloutStore
 from megatron_t1.trajectory.tensorfile import TensorFile
 
-RESULT, TRAJECTORY = "result.json", "trajectory.json"
+RESULT, TRAJECTORY, STEPS = "result.json", "trajectory.json", "steps"
 _TRIAL_SUFFIX = re.compile(r"(?::\d+)?__[A-Za-z0-9]{7}$")  # Harbor: TASK[:N]__7 characters
 MAX_TRAJECTORY_BYTES = 256 << 20
 MAX_FILE_BYTES = 4 << 20  # of a result file or result.json: the sandboxes' limit
@@ -105,9 +108,16 @@ def _holds_records(file: Path) -> bool:
 def _harbor(path: Path) -> Iterator[Trial]:
     folders = {file.parent for name in (*RESULT_FILES, TRAJECTORY, RESULT) for file in path.rglob(name)}
     owners = {folder.parent if folder.name in ("verifier", "agent") else folder for folder in folders}
-    for folder in sorted(owners):
+    for folder in sorted({_trial_of_step(folder) or folder for folder in owners}):
         if not _is_phase(folder):
             yield harbor_trial(folder)
+
+
+def _trial_of_step(folder: Path) -> Path | None:
+    """TRIAL of TRIAL/steps/NAME."""
+    trial = folder.parent.parent
+    owns = folder.parent.name == STEPS and isinstance(_json_object(trial / RESULT).get("step_results"), list)
+    return trial if owns else None
 
 
 def _is_phase(folder: Path) -> bool:
@@ -121,7 +131,53 @@ def _is_phase(folder: Path) -> bool:
 def harbor_trial(folder: Path) -> Trial:
     """The trial in one folder."""
     raw = _json_object(folder / RESULT)
-    files, problem = {}, ""
+    task = _text(raw.get("task_name") or _TRIAL_SUFFIX.sub("", folder.name))
+    exception = raw.get("exception_info") or {}
+    listed = raw.get("step_results")
+    steps = [step for step in listed if isinstance(step, dict)] if isinstance(listed, list) else []
+    folders = [folder / STEPS / name for step in steps if _is_name(name := step.get("step_name"))]
+    return Trial(
+        task,
+        _text(raw.get("trial_name") or folder.name),
+        _verdict_of_steps(raw, folders) if folders else _verdict(folder),
+        turns=sum(max(0, _turns(own)) for own in folders) if folders else _turns(folder),
+        end_reason=_text(exception.get("exception_type", "")) if isinstance(exception, dict) else "",
+    )
+
+
+def _is_name(name: object) -> bool:
+    """Of one folder, not of a path."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & {*name}
+
+
+def _verdict_of_steps(raw: dict[str, Any], folders: Sequence[Path]) -> Verdict:
+    """Of the steps that were begun; Harbor doesn't store how many the task has.
+
+    Which steps count shows in the trial's reward alone: where it is the last one's, and not the mean, that one does.
+    """
+    verdicts = {_text(folder.name): _verdict(folder) for folder in folders}
+    for name, verdict in verdicts.items():
+        if not verdict.trusted:
+            return replace(verdict, reason=f"step {name}: {verdict.reason}")
+    whole = combine(verdicts)
+    last = combine({name: verdict for name, verdict in list(verdicts.items())[-1:]})
+    result = raw.get("verifier_result")
+    rewards = result.get("rewards") if isinstance(result, dict) else None
+    return last if _equal(rewards, last.rewards) and not _equal(rewards, whole.rewards) else whole
+
+
+def _equal(one: object, other: Mapping[str, float]) -> bool:
+    """Of rewards by name, up to rounding."""
+    return (
+        isinstance(one, dict)
+        and one.keys() == other.keys()
+        and all(isinstance(value, int | float) and math.isclose(value, other[name]) for name, value in one.items())
+    )
+
+
+def _verdict(folder: Path) -> Verdict:
+    """What a trial's folder, or a step's, holds."""
+    files = {}
     for name in RESULT_FILES:
         for place in (folder / "verifier" / name, folder / name):
             try:
@@ -130,17 +186,8 @@ def harbor_trial(folder: Path) -> Trial:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                problem = problem or f"{name} can't be read: {error.strerror}"
-                break
-    task = _text(raw.get("task_name") or _TRIAL_SUFFIX.sub("", folder.name))
-    exception = raw.get("exception_info") or {}
-    return Trial(
-        task,
-        _text(raw.get("trial_name") or folder.name),
-        Verdict(0, 0, -1, trusted=False, reason=problem) if problem else stored_verdict(files),
-        turns=_turns(folder),
-        end_reason=_text(exception.get("exception_type", "")) if isinstance(exception, dict) else "",
-    )
+                return Verdict(0, 0, -1, trusted=False, reason=f"{name} can't be read: {error.strerror}")
+    return stored_verdict(files)
 
 
 def stored_verdict(files: dict[str, bytes]) -> Verdict:

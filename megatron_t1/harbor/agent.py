@@ -7,34 +7,39 @@
 
 The engine is a running vLLM with its token endpoint. `model_dir` has tokenizer and template; `chat_format` is the
 model's (model.chat_format), the other options are those of `env` and `rollout`. The verifier is Harbor's own.
+
+Of a task of several steps Harbor asks for one after another: each begins a new conversation, and with
+`resume_trajectory: true` of the agent, the conversation before goes on, token by token.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, override
 
 import numpy as np
 from harbor.agents.base import BaseAgent
+from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
 import megatron_t1
-from megatron_t1.environment.sandbox.interface import Sandbox
 from megatron_t1.environment.task import Task
-from megatron_t1.errors import T1Error
 from megatron_t1.harbor.environment import SandboxEnvironment
 from megatron_t1.harbor.sandbox import EnvironmentSandbox
-from megatron_t1.rollout.agent import Attempt, EpisodeLimits, run_episode
+from megatron_t1.rollout.agent import Attempt, Episode
+from megatron_t1.rollout.budget import EpisodeLimits
 from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.formats import load_format
 from megatron_t1.rollout.samplers import EngineSampler
-from megatron_t1.rollout.stream import TokenStream
 from megatron_t1.trajectory.contract import SamplingContract
-from megatron_t1.trajectory.record import Origin, Trajectory
+from megatron_t1.trajectory.record import EndReason, Origin, Trajectory
 
-RECORD = "episode.json"  # in Harbor's directory for the agent's logs
+# In Harbor's directory for the agent's logs; with the number of the step in a conversation that goes on, since Harbor
+# brings back what lay there before a step.
+RECORD, NEXT_RECORD = "episode.json", "episode_{}.json"
 
 
 class TerminalAgent(BaseAgent):
@@ -43,10 +48,12 @@ class TerminalAgent(BaseAgent):
     Args:
         url: of the engine.
         model_dir: the exported model's directory.
-        max_context: tokens of one episode, instruction included.
+        max_turns, max_context: of one conversation; tokens with the instruction.
         command_timeout_s, agent_timeout_s: of a command, of all together; Harbor's own limit of the agent counts too.
         output_limit: characters of a command's output that the model sees.
     """
+
+    capabilities = AgentCapabilities(resume=True)
 
     def __init__(
         self,
@@ -69,6 +76,8 @@ class TerminalAgent(BaseAgent):
         self._url, self._request_timeout_s = url, request_timeout_s
         self._chat_name, self._chat = chat_format, load_format(chat_format, model_dir)
         self._sampling = {"temperature": temperature, "top_p": top_p}
+        self._episode: Episode | None = None
+        self._steps = 0  # of the conversation
         self._limits = EpisodeLimits(
             max_turns=max_turns,
             max_context=max_context,
@@ -94,28 +103,46 @@ class TerminalAgent(BaseAgent):
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Play the task in Harbor's environment.
+        """Play the task, or one step of it, in Harbor's environment.
 
         Raises:
-            T1Error: the sandbox or the engine was lost; Harbor then counts an exception, not a failed task.
+            T1Error: the sandbox or the engine was lost, or the conversation can't go on; Harbor then counts an
+                exception, not a failed task.
         """
-        played = _Plays(self._contract())
+        self._episode, self._steps = None, 0
+        await self._play(instruction, environment, context)
+
+    @override
+    async def resume(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
+        """The next step, as a message of the user in the conversation of the one before. Raises as `run`."""
+        await self._play(instruction, environment, context)
+
+    async def _play(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         task = Task("harbor", instruction, agent_timeout_s=self._limits.agent_timeout_s)
         sandbox = _sandbox_of(environment, self._limits.output_limit)
         try:
             async with EngineClient(self._url, request_timeout_s=self._request_timeout_s) as client:
-                trajectory = await run_episode(
-                    Attempt(task, 0),
-                    sandbox,
-                    lambda: played.sampler(client),
-                    self._chat,
-                    self._limits,
-                )
+                sampler, episode = EngineSampler(client, self._contract(), name="harbor"), self._episode
+                if episode is None:
+                    attempt = Attempt(task, 0)
+                    self._episode = episode = Episode(attempt, sandbox, sampler, self._chat, self._limits, None)
+                    first = 0
+                    await episode.play(None)
+                else:
+                    first, episode.sandbox, episode.sampler = episode.stream.turns, sandbox, sampler
+                    await self._go_on(episode, task)
         finally:
             await sandbox.stop()
-        self._report(trajectory, context)
-        if trajectory.header.verdict is not None:  # of an episode that was lost: nobody verifies here
-            raise T1Error(trajectory.header.verdict.reason, where="megatron_t1.harbor.agent")
+        self._report(episode.finish(None), first, context)
+
+    async def _go_on(self, episode: Episode, task: Task) -> None:
+        if episode.stream.turns >= self._limits.max_turns:
+            episode.end_reason = EndReason.TURN_LIMIT
+        elif not episode.instruct(task.instruction):
+            episode.end_reason = EndReason.TOKEN_LIMIT
+        else:
+            await episode.sandbox.start(task)
+            episode.end_reason = await episode.turns(task, self._limits.agent_timeout_s)
 
     def _contract(self) -> SamplingContract:
         return SamplingContract(
@@ -132,22 +159,24 @@ class TerminalAgent(BaseAgent):
             num_moe_layers=0,
         )
 
-    def _report(self, trajectory: Trajectory, context: AgentContext) -> None:
+    def _report(self, trajectory: Trajectory, first: int, context: AgentContext) -> None:
+        """Tell Harbor of the turns from `first` on; counts and times are of the whole conversation."""
         header = trajectory.header
-        detail = rollout_detail(trajectory)
+        detail = rollout_detail(trajectory, first)
         context.n_input_tokens = sum(map(len, detail["prompt_token_ids"]))
         context.n_output_tokens = sum(map(len, detail["completion_token_ids"]))
         context.rollout_details = [detail]
         context.metadata = {"end_reason": str(header.end_reason), **header.counts}
-        (Path(self.logs_dir) / RECORD).write_text(
-            json.dumps({**context.metadata, "timings_s": header.timings_s}) + "\n"
-        )
+        self._steps += 1
+        name = RECORD if self._steps == 1 else NEXT_RECORD.format(self._steps)
+        (Path(self.logs_dir) / name).write_text(json.dumps({**context.metadata, "timings_s": header.timings_s}) + "\n")
 
 
-def rollout_detail(trajectory: Trajectory) -> dict[str, list]:
-    """The episode in Harbor's form: for each turn the whole prompt, the sampled ids and their log-probabilities."""
+def rollout_detail(trajectory: Trajectory, first: int = 0) -> dict[str, list]:
+    """The episode in Harbor's form: for each turn, from `first` on, the whole prompt, the sampled ids and their
+    log-probabilities."""
     detail: dict[str, list] = {"prompt_token_ids": [], "completion_token_ids": [], "logprobs": []}
-    sampled = trajectory.origin == Origin.SAMPLED
+    sampled = (trajectory.origin == Origin.SAMPLED) & (trajectory.turn >= first)
     for turn in np.unique(trajectory.turn[sampled]):
         rows = np.flatnonzero(sampled & (trajectory.turn == turn))
         detail["prompt_token_ids"].append(trajectory.ids[: rows[0]].tolist())
@@ -156,46 +185,15 @@ def rollout_detail(trajectory: Trajectory) -> dict[str, list]:
     return detail
 
 
-class _Plays:
-    """Lets an episode be played once: Harbor's environment can't be brought back to its beginning."""
-
-    def __init__(self, contract: SamplingContract):
-        self._contract, self._sampler = contract, None
-
-    def sampler(self, client: EngineClient) -> EngineSampler:
-        if self._sampler is not None:
-            error = self._sampler.error
-            raise T1Error(
-                f"the episode was lost: {error or 'the environment failed'}",
-                where="megatron_t1.harbor.agent",
-                remedy="let Harbor retry the trial",
-            ) from error
-        self._sampler = _Sampler(client, self._contract, name="harbor")
-        return self._sampler
-
-
-class _Sampler(EngineSampler):
-    """Remembers its last error."""
-
-    error: T1Error | None = None
-
-    @override
-    async def next_turn(self, stream: TokenStream, max_tokens: int) -> np.ndarray:
-        try:
-            return await super().next_turn(stream, max_tokens)
-        except T1Error as error:
-            self.error = error
-            raise
-
-
 class _Borrowed:
     """A running sandbox of ours behind the same protocol: it was started by Harbor, and goes on for its verifier."""
 
-    def __init__(self, sandbox: Sandbox):
-        self.run = sandbox.run
+    def __init__(self, environment: SandboxEnvironment):
+        self._environment, self.run = environment, environment.sandbox.run
 
     async def start(self, task: Task) -> None:
-        pass
+        """An agent of an earlier step may have left the shell somewhere else."""
+        await self.run(f"cd -- {shlex.quote(self._environment.workdir)}", 30.0)
 
     async def stop(self) -> None:
         pass
@@ -203,5 +201,5 @@ class _Borrowed:
 
 def _sandbox_of(environment: BaseEnvironment, output_limit: int) -> Any:
     if isinstance(environment, SandboxEnvironment):
-        return _Borrowed(environment.sandbox)
+        return _Borrowed(environment)
     return EnvironmentSandbox(environment, output_limit)

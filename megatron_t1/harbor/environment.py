@@ -36,13 +36,18 @@ FOLDERS = ("/app", "/tests", "/solution", "/logs/agent", "/logs/verifier", "/log
 
 
 class SandboxEnvironment(BaseEnvironment):
-    """One sandbox behind Harbor's interface. Commands run one after another in its persistent shell."""
+    """One sandbox behind Harbor's interface. Commands run one after another in its persistent shell.
+
+    Attributes:
+        workdir: the image's working directory.
+    """
 
     def __init__(self, *args: Any, target: str = BUBBLEWRAP, **kwargs: Any):
         known = {field.name for field in fields(SandboxConfig)} - {"_target_"}
         self._options = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
         self._target, self._busy = target, asyncio.Lock()
         self._sandbox: Sandbox | None = None
+        self.workdir = "/"
         self._folder: tempfile.TemporaryDirectory | None = None
         super().__init__(*args, **kwargs)
 
@@ -85,6 +90,7 @@ class SandboxEnvironment(BaseEnvironment):
         task = Task(name, "", directory=Path(self._folder.name), workdir=config.workdir or "", env=self._startup_env())
         try:
             await self._sandbox.start(task)
+            self.workdir = (await must(self._sandbox, "pwd")).strip()
             wanted = [*FOLDERS, *self._mount_targets(writable_only=True)]
             await must(self._sandbox, f"mkdir -p {shlex.join(wanted)}; chmod 777 {shlex.join(wanted[3:])}")
             await self._upload_environment_dir_after_start()
@@ -128,9 +134,10 @@ class SandboxEnvironment(BaseEnvironment):
         place = f"/tmp/.t1-{secrets.token_hex(8)}"
         variables = shlex.join(f"{name}={value}" for name, value in (self._merge_env(env) or {}).items())
         run = f"env {variables} bash -c {shlex.quote(command)} > {place}.out 2> {place}.err < /dev/null"
-        words = f"(cd -- {shlex.quote(cwd)} && exec {run})" if cwd else f"({run})"
+        # The shell may be elsewhere: an agent of ours works in it. An image's directory that is gone is not missed.
+        words = f"cd -- {shlex.quote(cwd)} && exec {run}" if cwd else f"cd -- {shlex.quote(self.workdir)}; exec {run}"
         async with self._busy:
-            result = await self.sandbox.run(words, float(timeout_sec or UNBOUNDED_S))
+            result = await self.sandbox.run(f"({words})", float(timeout_sec or UNBOUNDED_S))
             paths = [f"{place}.out", f"{place}.err"]
             found = (await self.sandbox.get_files(paths, LIMIT_BYTES)).files
             await self.sandbox.run(f"rm -f {shlex.join(paths)}", 60.0)

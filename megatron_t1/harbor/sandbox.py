@@ -38,6 +38,7 @@ from megatron_t1.environment.sandbox.interface import (
     SandboxLost,
     VerifierRun,
 )
+from megatron_t1.environment.sandbox.own_files import OwnFiles, child_command
 from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.harbor.shell import RemoteShell
@@ -57,17 +58,21 @@ class EnvironmentSandbox:
     def __init__(self, environment: BaseEnvironment | None, output_limit: int = 16_000):
         self._environment, self._output_limit = environment, output_limit
         self._shell: RemoteShell | None = None
+        self._workdir, self._own = "/", OwnFiles()
         self._initial: dict[str, tuple[str, str]] = {}
 
     async def start(self, task: Task) -> None:
-        workdir = task.workdir or (await self._execute("pwd", 30.0)).strip() or "/"
-        self._initial = await self._listing()
-        self._shell = RemoteShell(self._execute, self._put_file, workdir, self._output_limit)
+        self._workdir = task.workdir or (await self._execute("pwd", 30.0)).strip() or "/"
+        self._initial, self._own = await self._listing(), OwnFiles()
+        self._shell = RemoteShell(self._execute, self._put_file, self._workdir, self._output_limit)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         if self._shell is None:
             raise SandboxLost("the sandbox has no session: it was not started, or its verifier has run")
         return await self._shell.run(command, timeout_s)
+
+    async def execute(self, command: str, timeout_s: float) -> CommandResult:
+        return await self.run(child_command(command), timeout_s)
 
     async def put_files(self, files: Files) -> None:
         for path, (content, mode) in files.items():
@@ -118,7 +123,8 @@ class EnvironmentSandbox:
         # Looked at only now that nothing of the agent's can change it any more.
         env = verifier_environment(task, task.env)
         surroundings = await asyncio.to_thread(exposed, task, env, shell.start_directory)
-        doubt = describe_planted(surroundings.planted(await self.changes())) if surroundings else ""
+        planted = surroundings.planted(await self.changes()) if surroundings else []
+        doubt = describe_planted(await self._own.others(planted, self._read))
         if doubt:
             return VerifierRun(None, "", False, doubt=doubt)
         with tempfile.TemporaryDirectory() as folder:
@@ -141,11 +147,27 @@ class EnvironmentSandbox:
         problems = {path.rpartition("/")[2]: why for path, why in found.problems.items() if why != "is missing"}
         return VerifierRun(None if timed_out else exit_code, said, timed_out, files, problems)
 
+    async def resume(self, files: Files) -> None:
+        shell, self._shell = self._shell, None
+        if shell is not None:
+            await shell.end()
+        else:  # a verifier ran
+            await self._execute(f"rm -rf /tests {VERIFIER_DIR} && mkdir -p /tests {VERIFIER_DIR}", 60.0)
+        await self.put_files(self._own.place(files, self._workdir))
+        self._shell = RemoteShell(self._execute, self._put_file, self._workdir, self._output_limit)
+
     async def stop(self) -> None:
         shell, self._shell = self._shell, None
         if shell is not None:
             with contextlib.suppress(SandboxLost):
                 await shell.end()
+
+    async def _read(self, path: str, limit_bytes: int) -> bytes:
+        """Raises ValueError: no regular file of this size."""
+        fetched = await self.get_files([path], limit_bytes)
+        if path not in fetched.files:
+            raise ValueError(fetched.problems[path])
+        return fetched.files[path]
 
     async def _listing(self) -> dict[str, tuple[str, str]]:
         place = f"/tmp/.t1-listing-{secrets.token_hex(8)}"

@@ -2,13 +2,13 @@
 
 A phase that is repeated adds another line, and the last one counts; TensorBoard then gets a new file of what counts.
 
-A line is {"iteration", "phase", "seconds", "time", "metrics": {"group/name": number or null}, "timings_s": {...}}.
+A line is {"iteration", "phase", "seconds", "time", "metrics": {"group/name": number or null}, "timings_s": {...},
+"sha256": of the rest}.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import socket
@@ -17,9 +17,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_t1 import sealed
 from megatron_t1.errors import IncompleteError, naming
+from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
+from megatron_t1.regular import open_regular
+from megatron_t1.trajectory.typed import check, integer, nothing, number, text
+
+MEASURED = {None: (number, nothing)}
+LINE = {"iteration": integer, "phase": text, "seconds": number, "time": number, "metrics": MEASURED,
+        "timings_s": MEASURED}  # fmt: skip
 
 
 class MetricsWriter:
@@ -41,8 +49,8 @@ class MetricsWriter:
         if before is None:
             self._write_events(line)
         self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
-        with naming(self.paths.metrics), open(self.paths.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        with naming(self.paths.metrics), open(self.paths.metrics, "ab") as file:
+            file.write(sealed.line(line))
             file.flush()
             os.fsync(file.fileno())
         if before is not None:
@@ -101,14 +109,14 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     lines = _newest(_parsed(paths.metrics)[0]) if paths.metrics.exists() else {}
     order = []
     for step in _finished(paths.manifest):
-        key = (step["iteration"], step["phase"])
+        key = step.key
         order.append(key)
         if key not in lines:
             try:
                 result = PhaseResult.read(paths.phase(*key))
             except IncompleteError:
                 continue
-            lines[key] = _line(result, seconds=step["seconds"], now=step["finished_at"])
+            lines[key] = _line(result, seconds=step.seconds, now=step.finished_at)
     return [lines[key] for key in dict.fromkeys([*(key for key in order if key in lines), *lines])]
 
 
@@ -129,13 +137,11 @@ def contradictions(run_dir: str | Path, results: Iterable[PhaseResult]) -> list[
     ]
 
 
-def _finished(manifest: Path) -> list[dict[str, Any]]:
+def _finished(manifest: Path) -> list[FinishedStep]:
     """The steps that a manifest calls finished; nothing where there is none to read."""
     try:
-        steps = json.loads(manifest.read_bytes())["finished"]
-        kinds = (("iteration", int), ("phase", str), ("seconds", (int, float)), ("finished_at", (int, float)))
-        return [step for step in steps if all(isinstance(step[name], kind) for name, kind in kinds)]
-    except (OSError, ValueError, KeyError, TypeError):
+        return Manifest.read(manifest).finished
+    except IncompleteError:
         return []
 
 
@@ -183,20 +189,18 @@ def _finite(value: float) -> float | None:
 def _parsed(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Complete lines and the number of bytes they take."""
     lines, size = [], 0
-    data = path.read_bytes()
-    for number, raw in enumerate(data.splitlines(keepends=True), 1):
-        if not raw.endswith(b"\n"):
-            break
+    with open_regular(path) as file:
+        *whole, _ = file.read().split(b"\n")
+    for row, raw in enumerate(whole, 1):
         try:
-            line = json.loads(raw)
-            lines.append({**line, "iteration": int(line["iteration"]), "phase": str(line["phase"])})
-        except (ValueError, KeyError, TypeError) as error:
+            lines.append(check(sealed.opened(raw), LINE, f"line {row}"))
+        except ValueError as error:
             raise IncompleteError(
-                f"line {number} is not a metrics line: {error}",
+                f"line {row} is not a metrics line: {error}",
                 where=str(path),
                 remedy="move the file away; a new one is begun, and the phases' results keep their own numbers",
             ) from error
-        size += len(raw)
+        size += len(raw) + 1
     return lines, size
 
 

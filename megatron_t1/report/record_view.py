@@ -141,6 +141,8 @@ def _facts(record: Trajectory, header: Header) -> dict[str, object]:
         facts["counted by"] = verdict.source + (f"; the task's own: {own}" if own else "")
     if verdict is not None and verdict.statuses:
         facts["not run"] = ", ".join(f"{name} {status}" for name, status in verdict.statuses.items())
+    if header.steps:
+        facts["steps"] = "; ".join(step.describe() for step in header.steps)
     if header.reward:
         facts["reward"] = ", ".join(f"{name} {value:g}" for name, value in header.reward.items())
     if record.routes is not None:

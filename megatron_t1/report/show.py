@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from megatron_t1.config.schema import MonitorConfig
 from megatron_t1.errors import IncompleteError
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.report.metrics import read_metrics, series
 from megatron_t1.report.monitor import alarms
@@ -116,27 +116,24 @@ def print_summary(run_dir: str | Path, console: Console | None = None) -> None:
 def read_manifest(run_dir: str | Path) -> dict[str, Any]:
     path = RunPaths.of(run_dir).manifest
     try:
-        raw = json.loads(path.read_text())
-        return {"config": dict(raw["config"]), "finished": [_finished_step(step) for step in raw["finished"]]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = Manifest.read(path)
+    except IncompleteError as error:
         raise IncompleteError(
-            f"this directory holds no readable run: {error}", where=str(path), remedy="name the run.dir of a `t1 run`"
+            f"this directory holds no readable run: {error.problem}",
+            where=str(path),
+            remedy="name the run.dir of a `t1 run`",
         ) from error
+    finished = [
+        {"iteration": step.iteration, "phase": step.phase, "launch": step.launch, "seconds": step.seconds}
+        for step in manifest.finished
+    ]
+    return {"config": manifest.config, "finished": finished}
 
 
 def monitor_options(config: dict[str, Any]) -> MonitorConfig:
     """The thresholds that a run was started with."""
     own = {field.name: config[key] for field in fields(MonitorConfig) if (key := f"monitor.{field.name}") in config}
     return MonitorConfig(**own)
-
-
-def _finished_step(raw: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "iteration": int(raw["iteration"]),
-        "phase": str(raw["phase"]),
-        "launch": str(raw["launch"]),
-        "seconds": float(raw["seconds"]),
-    }
 
 
 def iteration_table(

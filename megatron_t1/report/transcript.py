@@ -127,6 +127,8 @@ def _print_numbers(trajectory: Trajectory, console: Console) -> None:
 
 def _print_verdict(trajectory: Trajectory, console: Console) -> None:
     verdict = trajectory.header.verdict
+    for step in trajectory.header.steps:
+        console.print(f"step {step.describe()}", highlight=False, markup=False)
     if verdict is None:
         console.print("not verified", highlight=False)
         return

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_t1.environment.reward import Reward
-from megatron_t1.environment.sandbox.interface import CommandResult, Sandbox, SandboxLost
+from megatron_t1.environment.sandbox.interface import Sandbox, SandboxLost
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import T1Error
 from megatron_t1.rollout.budget import EpisodeLimits, within
@@ -28,14 +28,19 @@ from megatron_t1.rollout.formats import (
     Conversation,
     ConversationRefused,
     FormatProblem,
+    Span,
     Submit,
 )
+from megatron_t1.rollout.observation import observation_text
 from megatron_t1.rollout.samplers import NoRoom, Sampler
+from megatron_t1.rollout.steps import play_steps
 from megatron_t1.rollout.stream import EditKind, TokenStream
-from megatron_t1.trajectory.record import EndReason, Header, Origin, Trajectory, Verdict
+from megatron_t1.timing import timed
+from megatron_t1.trajectory.record import EndReason, Header, Origin, StepOutcome, Trajectory, Verdict
 
 FORMAT_PROBLEMS_IN_A_ROW = 3  # a policy that has lost the format gains nothing from more turns; ours
 TURN_ATTEMPTS = 2  # a turn whose request failed is sampled again before the whole episode is; ours
+NEVER_SAMPLED = np.empty(0, np.int32)
 Verifier = Callable[[Sandbox, Task, float], Awaitable[Verdict]]
 
 
@@ -74,7 +79,7 @@ async def run_episode(
     Args:
         sampler: makes the sampler of a fresh play.
         route_shape: the model's experts, when routes are recorded.
-        verify: counts passed checks after the agent; None: not verified.
+        verify: counts passed checks after the agent, or after each of its steps; None: not verified.
         reward: what a trusted verdict pays; None: nothing.
 
     Raises:
@@ -82,12 +87,10 @@ async def run_episode(
             (engine gone, a Dockerfile that isn't understood, an instruction that doesn't fit).
     """
     for retries in (0, 1):
-        episode = _Episode(attempt, sandbox, sampler(), chat, limits, route_shape)
+        episode = Episode(attempt, sandbox, sampler(), chat, limits, route_shape)
         episode.counts["retries"] = retries
         try:
-            await episode.play()
-            if verify is not None:
-                await episode.score(verify)
+            await episode.play(verify)
             break
         except (SandboxLost, EngineRequestFailed) as error:
             episode.lost(error)
@@ -97,7 +100,9 @@ async def run_episode(
     return episode.finish(reward)
 
 
-class _Episode:
+class Episode:
+    """One play of an attempt, from `play` to `finish`; `run_episode` says what becomes of one that is lost."""
+
     def __init__(
         self,
         attempt: Attempt,
@@ -113,34 +118,50 @@ class _Episode:
         self.timings_s: dict[str, float] = {}
         self.end_reason = ""
         self.verdict: Verdict | None = None
+        self.steps: list[StepOutcome] = []
+        self.conversation: Conversation | None = None
+        self._unanswered: _Unanswered | None = None
         self._began = time.monotonic()
 
-    async def play(self) -> None:
-        """Turns until the agent submits or a limit ends the episode; sets `end_reason`."""
+    async def play(self, verify: Verifier | None) -> None:
+        """From the sandbox's start to the verdict; sets `end_reason`, `verdict` and `steps`."""
         task, limits = self.attempt.task, self.limits
-        conversation = opening(task, self.chat, limits.max_context)
-        self.stream.append(conversation.prompt, Origin.PROMPT)
-        with self.timed("sandbox"):
+        self.conversation = opening(task, self.chat, limits.max_context)
+        self.stream.append(self.conversation.prompt, Origin.PROMPT)
+        with timed(self.timings_s, "sandbox"):
             await within(limits.start_timeout_s, self.sandbox.start(task), "the sandbox's start")
-        began, limit_s = time.monotonic(), min(limits.agent_timeout_s, task.agent_timeout_s)
+        if task.steps:
+            await play_steps(self, task, verify)
+            return
+        self.end_reason = await self.turns(task, limits.agent_timeout_s)
+        self.verdict = await self.score(verify, task)
+
+    async def turns(self, task: Task, budget_s: float, *, last: bool = True) -> str:
+        """Turns until the agent submits or a limit ends them; returns the reason. See `instruct` for what comes after.
+
+        Args:
+            budget_s: the agent's time; the task's own limit where it is shorter.
+            last: whether a submission ends the episode.
+        """
+        limits = self.limits
+        began, limit_s, earlier_s = time.monotonic(), min(budget_s, task.agent_timeout_s), self.sampler.earlier_s
         deadline, problems_in_a_row = began + limit_s, 0
+        self._unanswered = None
         while True:
             room = min(limits.max_tokens_per_turn, limits.max_context - len(self.stream))
             try:
                 sampled = await self._sample(room, deadline)
             except TimeoutError:
                 self.stream.abort_turn()
-                self.end_reason = EndReason.AGENT_TIMEOUT
-                return
+                return EndReason.AGENT_TIMEOUT
             except NoRoom:
-                self.end_reason = EndReason.TOKEN_LIMIT
-                return
-            deadline = began + limit_s - self.sampler.earlier_s
+                return EndReason.TOKEN_LIMIT
+            deadline = began + limit_s - (self.sampler.earlier_s - earlier_s)
             action = self.chat.parse(sampled)
-            early = self.stream.turns < limits.min_turns
+            early = last and self.stream.turns < limits.min_turns
+            self._unanswered = _Unanswered(sampled)
             if isinstance(action, Submit) and not early:
-                self.end_reason = EndReason.SUBMITTED
-                return
+                return EndReason.SUBMITTED
             if isinstance(action, Command):
                 problems_in_a_row = 0
                 observation = await self._run(action.text, deadline)
@@ -151,23 +172,45 @@ class _Episode:
             else:
                 problems_in_a_row += 1
                 observation = self._format_problem(action)
-            self.end_reason = self._limit_reached(0, deadline, problems_in_a_row)
-            if self.end_reason:
-                return
-            reply = conversation.reply(observation, sampled)
-            self.end_reason = self._limit_reached(sum(len(span.ids) for span in reply), deadline, problems_in_a_row)
-            if self.end_reason:
-                return
-            for span in reply:
-                self.stream.append(span.ids, span.origin)
+            self._unanswered = _Unanswered(sampled, observation)
+            if end := self._limit_reached(0, deadline, problems_in_a_row):
+                return end
+            reply = self.conversation.reply(observation, sampled)
+            self._unanswered = _Unanswered(sampled, observation, reply)
+            if end := self._limit_reached(_size(reply), deadline, problems_in_a_row):
+                return end
+            self._append(reply)
+            self._unanswered = None
 
-    async def score(self, verify: Verifier) -> None:
-        """Count what was achieved, in the verifier's own time; sets `verdict`."""
-        task, limits = self.attempt.task, self.limits
-        limit = min(limits.verifier_timeout_s, task.verifier_timeout_s)
-        with self.timed("verifier"):
+    def instruct(self, text: str) -> bool:
+        """Append the next step's instruction as a message of the user; False: there is no room for it and a turn.
+
+        It answers the submission. After the agent's time ran out, a command's output comes first, and the turn that had
+        been opened and never sampled is closed by the chat format as one that was cut off at once.
+        """
+        left, spans = self._unanswered, []
+        sampled = left.sampled if left is not None else NEVER_SAMPLED
+        if left is not None and left.observation is not None:
+            spans += self.conversation.reply(left.observation, sampled) if left.reply is None else left.reply
+            sampled = NEVER_SAMPLED
+        spans += self.conversation.reply(text, sampled, role="user")
+        if len(self.stream) + _size(spans) >= self.limits.max_context:
+            return False
+        self._append(spans)
+        return True
+
+    def _append(self, spans: list[Span]) -> None:
+        for span in spans:
+            self.stream.append(span.ids, span.origin if self.stream.turns else Origin.PROMPT)
+
+    async def score(self, verify: Verifier | None, task: Task) -> Verdict | None:
+        """What was achieved, in the verifier's own time; None where nobody verifies."""
+        if verify is None:
+            return None
+        limit = min(self.limits.verifier_timeout_s, task.verifier_timeout_s)
+        with timed(self.timings_s, "verifier"):
             verifying = verify(self.sandbox, task, limit)
-            self.verdict = await within(limit + limits.teardown_timeout_s, verifying, "the verifier")
+            return await within(limit + self.limits.teardown_timeout_s, verifying, "the verifier")
 
     def lost(self, error: T1Error) -> None:
         lost_sandbox = isinstance(error, SandboxLost)
@@ -175,6 +218,9 @@ class _Episode:
 
     def untrusted(self, end_reason: str, error: T1Error) -> None:
         self.end_reason = end_reason
+        if len(self.steps) < len(self.attempt.task.steps):
+            turns = self.stream.turns - sum(step.turns for step in self.steps)
+            self.steps.append(StepOutcome(self.attempt.task.steps[len(self.steps)].name, turns, end_reason))
         reason = f"{self.end_reason}: {error}"
         self.verdict = Verdict(0, 0, self.attempt.task.baseline, trusted=False, reason=reason)
 
@@ -193,7 +239,8 @@ class _Episode:
             counts["continued_turns"] = self.sampler.continued_turns
             self.timings_s["engine"] = self.timings_s.get("engine", 0.0) + self.sampler.earlier_s
         pays = reward is not None and self.verdict is not None and self.verdict.trusted
-        known = self.attempt.task.baseline_checks
+        task = self.attempt.task
+        known = None if task.baseline_checks is None else task.counted(task.baseline_checks)
         if pays and known is None and getattr(reward, "needs_baseline", False):
             pays = False  # of an evaluation; the tasks of a rollout are looked at before it starts
         header = Header(
@@ -209,6 +256,7 @@ class _Episode:
             counts=counts,
             timings_s={name: round(seconds, 6) for name, seconds in self.timings_s.items()},
             extra=self._extra(),
+            steps=(*self.steps, *(StepOutcome(step.name) for step in task.steps[len(self.steps) :])),
         )
         return self.stream.finish(header)
 
@@ -225,7 +273,7 @@ class _Episode:
         while True:
             attempt += 1
             try:
-                with self.timed("engine"):
+                with timed(self.timings_s, "engine"):
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                         return await self.sampler.next_turn(self.stream, room)
             except EngineRequestFailed:
@@ -238,7 +286,7 @@ class _Episode:
         timeout_s = min(self.limits.command_timeout_s, deadline - time.monotonic())
         if timeout_s <= 0:
             return ""  # the deadline ends the episode before anybody reads this
-        with self.timed("commands"):
+        with timed(self.timings_s, "commands"):
             running = self.sandbox.run(command, timeout_s)
             result = await within(timeout_s + self.limits.teardown_timeout_s, running, "a command")
         self.counts["commands"] += 1
@@ -263,9 +311,6 @@ class _Episode:
             return EndReason.FORMAT_ERROR
         return ""
 
-    def timed(self, name: str) -> Any:
-        return _Timer(self.timings_s, name)
-
 
 def opening(task: Task, chat: ChatFormat, max_context: int) -> Conversation:
     """The conversation that a task begins.
@@ -283,34 +328,14 @@ def opening(task: Task, chat: ChatFormat, max_context: int) -> Conversation:
     return conversation
 
 
-class _Timer:
-    def __init__(self, timings_s: dict[str, float], name: str):
-        self.timings_s, self.name = timings_s, name
+@dataclass(frozen=True)
+class _Unanswered:
+    """The turn at the end of the stream, and what answers it where something does."""
 
-    def __enter__(self) -> None:
-        self.began = time.monotonic()
-
-    def __exit__(self, *_) -> None:
-        self.timings_s[self.name] = self.timings_s.get(self.name, 0.0) + time.monotonic() - self.began
+    sampled: np.ndarray
+    observation: str | None = None
+    reply: list[Span] | None = None  # the observation's, where the conversation has it already
 
 
-def observation_text(result: CommandResult, limit: int) -> str:
-    """What the model reads of a command: its output, `ok` for none, `error STATUS ...` for a failure.
-
-    The output is cut to `limit` characters, head and tail are kept.
-    """
-    output = clip(result.output.rstrip(), limit)
-    if result.timed_out:
-        return f"error timeout {output}".rstrip()
-    if result.exit_code == 0:
-        return output or "ok"
-    status = "shell ended" if result.exit_code is None else result.exit_code
-    return f"error {status} {output}".rstrip()
-
-
-def clip(text: str, limit: int) -> str:
-    """Head and tail of a text longer than `limit` characters, with the cut marked."""
-    if len(text) <= limit:
-        return text
-    half = max(1, (limit - 5) // 2)
-    return f"{text[:half]} ... {text[-half:]}"
+def _size(spans: list[Span]) -> int:
+    return sum(len(span.ids) for span in spans)

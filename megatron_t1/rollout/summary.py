@@ -20,7 +20,7 @@ def rollout_metrics(headers: Iterable[Header], group: str) -> dict[str, float]:
 
     Among them are the monitors that say whether a rollout is like those before it: turns and tokens of a trajectory
     (with their 90th percentile), checks of a task, reward per passed check, and the shares of episodes that verifier
-    or infrastructure failed.
+    or infrastructure failed; of tasks of several steps, the share of steps that was reached.
     """
     headers = list(headers)
     trusted = [header for header in headers if header.verdict is not None and header.verdict.trusted]
@@ -38,11 +38,13 @@ def rollout_metrics(headers: Iterable[Header], group: str) -> dict[str, float]:
         lost = sum(header.end_reason in EndReason.LOST for header in headers)
         metrics["infrastructure_errors"] = lost / len(headers)
         metrics["verifier_errors"] = (len(headers) - len(trusted) - lost) / len(headers)
+        if stepped := [header.steps for header in headers if header.steps]:
+            metrics["steps_reached"] = _mean(sum(step.reached for step in steps) / len(steps) for steps in stepped)
     if trusted:
         metrics |= {
             "mean_reward": _mean(header.reward.get("total", 0.0) for header in trusted),
             "checks_passed": _mean(header.verdict.passed for header in trusted),
-            "checks_fraction": _mean(header.verdict.passed / max(1, header.verdict.total) for header in trusted),
+            "checks_fraction": _mean(header.verdict.share for header in trusted),
             "success_rate": _mean(header.verdict.solved for header in trusted),
             "checks_per_task": _mean(header.verdict.total for header in trusted),
         }

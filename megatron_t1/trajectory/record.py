@@ -27,7 +27,7 @@ RECORD_FORMAT = "megatron-t1 trajectory"
 FIELDS = tuple(FIELD_DTYPES)
 DIGEST_LENGTH = 64  # SHA-256 in hexadecimal
 IMPORTED = "imported"  # key of Header.extra: the file that `t1 import` made the record of
-
+NOT_REACHED = "not reached"  # status of a check whose step was never begun
 
 VERDICT_SHAPE = {
     "passed": integer,
@@ -39,7 +39,9 @@ VERDICT_SHAPE = {
     "statuses?": {None: text},
     "source?": text,
     "rewards?": {None: number},
+    "step_share?": number,
 }
+STEP_SHAPE = {"name": text, "turns": integer, "end_reason": text, "verdict": (nothing, VERDICT_SHAPE)}
 HEADER_SHAPE = {
     "trajectory_id": text,
     "task": text,
@@ -53,6 +55,7 @@ HEADER_SHAPE = {
     "counts?": {None: number},
     "timings_s?": {None: number},
     "extra?": {None: anything},
+    "steps?": [STEP_SHAPE],
     "schema?": integer,
 }
 
@@ -78,9 +81,12 @@ class EndReason:
     ENGINE_LOST = "engine_lost"
     FORMAT_ERROR = "format_error"  # the agent wrote several turns in a row that are no command
     CONVERSATION_REFUSED = "conversation_refused"  # its chat format can't continue the stream token by token
+    MIN_REWARD = "min_reward"  # a step earned less than the task asks for before the next one
+    STEP_NOT_READY = "step_not_ready"  # a step's setup.sh or healthcheck failed before its first turn
 
     LOST = (SANDBOX_LOST, ENGINE_LOST)  # the infrastructure failed: says nothing about the policy
-    ALL = (SUBMITTED, TURN_LIMIT, TOKEN_LIMIT, AGENT_TIMEOUT, FORMAT_ERROR, CONVERSATION_REFUSED, *LOST)
+    OF_STEPS = (MIN_REWARD, STEP_NOT_READY)  # of tasks of several steps alone
+    ALL = (SUBMITTED, TURN_LIMIT, TOKEN_LIMIT, AGENT_TIMEOUT, FORMAT_ERROR, CONVERSATION_REFUSED, *OF_STEPS, *LOST)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class Verdict:
     statuses: dict[str, str] = field(default_factory=dict)  # of checks that neither passed nor failed: skipped, ...
     source: str = ""  # name of the file that counted them
     rewards: dict[str, float] = field(default_factory=dict)  # the task's own, where it gave any: graded scores
+    step_share: float | None = None  # of a task of several steps: mean share of checks over the steps that count
 
     @property
     def solved(self) -> bool:
@@ -108,12 +115,55 @@ class Verdict:
             return float("nan")
         if self.rewards:
             return sum(self.rewards.values()) / len(self.rewards)
+        return self.share
+
+    @property
+    def share(self) -> float:
+        """Of the checks, those that pass; of several steps each counts as much, however many checks it has."""
+        if self.step_share is not None:
+            return self.step_share
         return self.passed / self.total if self.total else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Optional fields are left out while they are empty: a record's digest depends only on what it states."""
-        raw = dict(self.__dict__)
+        raw = {name: value for name, value in self.__dict__.items() if value is not None}
         return {name: value for name, value in raw.items() if value or name not in ("statuses", "source", "rewards")}
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of one step of a task of several.
+
+    Attributes:
+        turns: assistant turns that were played in it.
+        end_reason: why its agent stopped (`EndReason`); "" for a step that was not reached.
+        verdict: of its own tests, with the names of the checks as they give them; None: not reached, or not verified.
+    """
+
+    name: str
+    turns: int = 0
+    end_reason: str = ""
+    verdict: Verdict | None = None
+
+    @property
+    def reached(self) -> bool:
+        return bool(self.end_reason)
+
+    def describe(self) -> str:
+        """One line for people."""
+        if not self.reached:
+            return f"{self.name}: {NOT_REACHED}"
+        found = "not verified" if self.verdict is None else f"{self.verdict.passed} of {self.verdict.total} checks"
+        if self.verdict is not None and not self.verdict.trusted:
+            found = f"not trusted: {self.verdict.reason}"
+        return f"{self.name}: {self.turns} turns, {self.end_reason}, {found}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "verdict": None if self.verdict is None else self.verdict.to_json()}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> StepOutcome:
+        return cls(**{**raw, "verdict": None if raw["verdict"] is None else Verdict(**raw["verdict"])})
 
 
 @dataclass(frozen=True)
@@ -130,10 +180,15 @@ class Header:
     counts: dict[str, int] = field(default_factory=dict)  # format_errors, commands, command_timeouts, ...
     timings_s: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[StepOutcome, ...] = ()  # in the task's order; empty for a task of one instruction
     schema: int = SCHEMA_VERSION
 
     def to_json(self) -> dict[str, Any]:
         raw = dict(self.__dict__)
+        if self.steps:
+            raw["steps"] = [step.to_json() for step in self.steps]
+        else:
+            del raw["steps"]
         raw["verdict"] = None if self.verdict is None else self.verdict.to_json()
         raw["contract"] = None if self.contract is None else self.contract.to_json()
         raw["policy_versions"] = list(self.policy_versions)
@@ -152,6 +207,7 @@ class Header:
                 **raw,
                 "policy_versions": tuple(raw["policy_versions"]),
                 "verdict": None if verdict is None else Verdict(**verdict),
+                "steps": tuple(map(StepOutcome.from_json, raw.get("steps", ()))),
                 "contract": None if contract is None else SamplingContract.from_json(contract),
             }
         )

@@ -33,7 +33,7 @@ def trainable(trajectory: Trajectory, *, timed_out_policy: str = "score") -> str
 
     Args:
         timed_out_policy: `env.timed_out_policy`: "score" trains on verified trajectories that ended by agent timeout,
-            "exclude" doesn't.
+            "exclude" doesn't. Of a task of several steps one that ended so is enough.
     """
     if timed_out_policy not in TIMED_OUT_POLICIES:
         raise ConfigError(f"timed_out_policy is {timed_out_policy!r}, known: {', '.join(TIMED_OUT_POLICIES)}")
@@ -44,7 +44,8 @@ def trainable(trajectory: Trajectory, *, timed_out_policy: str = "score") -> str
         return UNVERIFIED
     if not header.verdict.trusted:
         return UNTRUSTED
-    if header.end_reason == EndReason.AGENT_TIMEOUT and timed_out_policy == "exclude":
+    ends = {header.end_reason, *(step.end_reason for step in header.steps)}
+    if EndReason.AGENT_TIMEOUT in ends and timed_out_policy == "exclude":
         return TIMED_OUT
     if not np.isfinite(header.reward.get("total", np.nan)):
         return NO_REWARD

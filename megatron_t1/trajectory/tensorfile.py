@@ -1,8 +1,8 @@
 """Safetensors files written as a stream and read by mapping: no copy in either direction, and no trust in what is read.
 
 The safetensors package returns copies of tensors and needs a whole file in memory to write it. A shard of long
-trajectories is several gigabytes, so the format's few lines (8 bytes of header length, a JSON header, raw little-endian
-data) are read and written here; files of either side open in the other.
+trajectories is several gigabytes, so the format's few lines (`safetensors_header`) are read and written here; files of
+either side open in the other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from megatron_t1 import atomic
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.regular import open_regular
+from megatron_t1.safetensors_header import METADATA, HeaderEntry, read_header
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -40,7 +41,6 @@ DTYPES = {
     "F64": np.dtype("<f8"),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 WRITE_BLOCK_BYTES = 1 << 22
 THREAD_FROM_BYTES = 1 << 22
 MAP_FROM_BYTES = (
@@ -101,7 +101,7 @@ def _head(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping
             raise T1Error(f"tensor {name!r} has dtype {array.dtype}, which safetensors can't hold", where=str(path))
     # Wide dtypes first, as the safetensors package does: then every tensor is aligned to its item size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     offset = 0
     for name in order:
         array = tensors[name]
@@ -185,9 +185,12 @@ class TensorFile:
         try:
             with open_regular(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
-                self.metadata, self.entries = _read_header(self.path, file, size)
+                self.metadata, entries = read_header(file, size)
         except OSError as error:
             raise IncompleteError(f"can't read: {error.strerror or error}", where=str(path)) from error
+        except ValueError as error:
+            raise _broken(self.path, str(error)) from error
+        self.entries = {name: _entry(self.path, name, found) for name, found in entries.items()}
         self._size = size
         self._buffer: mmap.mmap | bytes | None = None
 
@@ -219,51 +222,10 @@ class TensorFile:
             raise IncompleteError(f"can't read: {problem}", where=str(self.path)) from error
 
 
-def _read_header(path: Path, file, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
-    prefix = file.read(8)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length < 2 or length > MAX_HEADER_BYTES:
-        raise _broken(path, f"{size} bytes, and the first eight aren't the length of a safetensors header")
-    if 8 + length > size:
-        raise _broken(path, f"truncated: the header needs {8 + length} bytes, the file has {size}")
-    try:
-        header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
-        metadata = header.pop("__metadata__", {})
-        entries = {name: _entry(raw, 8 + length) for name, raw in header.items()}
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("metadata values must be text")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _broken(path, f"the header isn't a safetensors header ({type(error).__name__}: {error})") from error
-    end = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != end:
-            raise _broken(path, f"tensor {name!r} starts at byte {entry.start}, expected {end}")
-        end = entry.stop
-    if end != size:
-        what = "truncated" if end > size else "has bytes after its last tensor"
-        raise _broken(path, f"{what}: the tensors end at byte {end}, the file has {size}")
-    return metadata, entries
-
-
-def _entry(raw: dict[str, Any], base: int) -> Entry:
-    dtype = DTYPES[raw["dtype"]]
-    shape = tuple(raw["shape"])
-    start, stop = raw["data_offsets"]
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, start, stop)):
-        raise ValueError("shapes and offsets must be non-negative integers")
-    needed = dtype.itemsize
-    for extent in shape:
-        needed *= extent
-    if stop - start != needed:
-        raise ValueError(f"shape {list(shape)} of {dtype} needs {needed} bytes, data_offsets give {stop - start}")
-    return Entry(dtype, shape, base + start, base + stop)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
+def _entry(path: Path, name: str, found: HeaderEntry) -> Entry:
+    if found.code not in DTYPES:
+        raise _broken(path, f"tensor {name!r} has type {found.code!r}, and only {', '.join(DTYPES)} are read here")
+    return Entry(DTYPES[found.code], found.shape, found.start, found.stop)
 
 
 def _broken(path: Path, problem: str) -> IncompleteError:

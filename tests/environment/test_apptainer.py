@@ -10,9 +10,11 @@ import pytest
 
 from megatron_t1.config.schema import SandboxConfig
 from megatron_t1.environment.containers.apptainer import ISOLATION, ApptainerSandbox
+from megatron_t1.environment.loading import load_task
 from megatron_t1.environment.sandbox.interface import Sandbox, SandboxLost
 from megatron_t1.environment.verifier import verify
 from megatron_t1.errors import T1Error
+from tests.environment.step_tasks import check_three_steps, write_steps
 
 VERIFIER = """#!/bin/bash
 echo "$GREETING"; ls /tests; python3 -V; touch /tests/x && exit 3
@@ -48,6 +50,11 @@ def stub(tmp_path, monkeypatch):
 
     run.calls = lambda: [json.loads(line) for line in (home / "calls").read_text().splitlines()]
     return run
+
+
+def test_a_task_of_several_steps(stub, tmp_path):
+    task = load_task(write_steps(tmp_path / "steps-task", {"steps/build/workdir/json.py": "# the task's own\n"}))
+    stub(lambda sandbox: check_three_steps(sandbox, task))
 
 
 def test_an_episode_from_start_to_verdict(stub, make_task):

@@ -17,6 +17,7 @@ from megatron_t1.environment.loading import load_task, load_tasks
 from megatron_t1.environment.sandbox.interface import Change, Sandbox, SandboxLost, builds_dockerfiles
 from megatron_t1.environment.verifier import verify
 from megatron_t1.errors import T1Error
+from tests.environment.step_tasks import check_three_steps, write_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 FORKS = """python3 -c '
@@ -68,6 +69,11 @@ def test_a_session_goes_on_whatever_a_command_does(podman, make_task):  # noqa: 
         assert await run("pwd") == (0, "/app/d\n")
 
     podman.run(body)
+
+
+def test_a_task_of_several_steps(podman, tmp_path):  # noqa: F811
+    task = load_task(write_steps(tmp_path / "steps-task", {"steps/build/workdir/json.py": "# the task's own\n"}))
+    podman.run(lambda sandbox: check_three_steps(sandbox, task))
 
 
 def test_files_go_in_and_out_and_changes_are_told(podman, make_task):  # noqa: F811

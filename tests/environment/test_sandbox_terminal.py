@@ -92,6 +92,26 @@ def test_without_tmux(terminal, monkeypatch):
         terminal("true")
 
 
+@needs_tmux
+@pytest.mark.slow
+def test_the_driver_does_not_type(make_task):
+    """What begins a step (setup.sh, a healthcheck) may be silent for longer than a terminal waits for input."""
+
+    async def main():
+        sandbox = TerminalSandbox(SandboxConfig())
+        try:
+            await sandbox.start(make_task({"a.txt": "hello\n"}))
+            await sandbox.run("cd /tmp", 20.0)
+            await sandbox.resume({"b.txt": (b"new", 0o644)})
+            slow = await sandbox.execute("sleep 1.3; cat b.txt; exit 3", 20.0)
+            return slow, await sandbox.run("pwd", 20.0)
+        finally:
+            await sandbox.stop()
+
+    slow, typed = asyncio.run(main())
+    assert (slow.exit_code, slow.output) == (3, "new") and "/app" in typed.output.splitlines()
+
+
 def test_it_is_a_sandbox():
     assert all(hasattr(TerminalSandbox, name) for name in SANDBOX_METHODS)
 

@@ -83,6 +83,37 @@ def test_harbor_folders(tmp_path):
     assert not broken.verdict.trusted and "ctrf.json" in broken.verdict.reason  # never the next best file
 
 
+def steps_trial(folder, reward, *steps, **result):
+    """A trial of several steps, each with its reward or None; returns what is read of it."""
+    names = [f"step {number}" for number in range(len(steps))]
+    outcomes = {"step_results": [{"step_name": name} for name in names], "verifier_result": {"rewards": reward}}
+    trial(folder, result_json={"task_name": "org/steps", "agent_result": None, **outcomes, **result})
+    for name, own in zip(names, steps, strict=True):
+        files = {} if own is None else {"verifier__reward_json": own}
+        trial(folder / "steps" / name, agent__trajectory_json={"steps": [{"source": "agent"}] * 2}, **files)
+    (found,) = read_trials(folder.parent)
+    return found
+
+
+def test_harbor_folders_of_several_steps(tmp_path):
+    found = steps_trial(tmp_path / "a/t__1234567", {"reward": 0.75}, {"reward": 0.5}, {"reward": 1.0})
+    assert (found.task, found.turns, found.verdict.total, found.verdict.passed) == ("org/steps", 4, 2, 1)
+    assert found.verdict.checks == {"step 0/reward": False, "step 1/reward": True} and found.verdict.score == 0.75
+    last = steps_trial(tmp_path / "b/t__1234567", {"reward": 1.0}, {"reward": 0.5}, {"reward": 1.0})
+    assert last.verdict.solved and last.verdict.checks == {"step 1/reward": True}  # "final": the trial's own reward
+    keys = steps_trial(tmp_path / "c/t__1234567", {"a": 0.5, "b": 0.5}, {"a": 1.0}, {"b": 1.0})
+    assert keys.verdict.rewards == {"a": 0.5, "b": 0.5} and keys.verdict.passed == 2
+    broken = steps_trial(tmp_path / "d/t__1234567", {"reward": 1.0}, {"reward": 1.0}, None)
+    assert not broken.verdict.trusted and broken.verdict.reason == "step step 1: the trial left no result file"
+
+
+@pytest.mark.parametrize("listed", [[], "x", [1], [{}], [{"step_name": ".."}], [{"step_name": "a/../../b"}], None])
+def test_odd_lists_of_steps_name_no_folder(tmp_path, listed):
+    trial(tmp_path / "t__1234567", result_json={"agent_result": {}, "step_results": listed}, verifier__reward_txt="1")
+    (found,) = read_trials(tmp_path)
+    assert found.verdict.solved and found.verdict.total == 1
+
+
 def test_a_run_is_read_by_its_rollouts_and_weights_are_no_records(tmp_path):
     tokens = {"ids": np.array([1, 2], np.int32), "origin": np.array([0, 1], np.uint8),
               "turn": np.zeros(2, np.uint16), "logprobs": np.array([np.nan, -0.5], np.float32),

@@ -164,7 +164,7 @@ def test_an_engine_builds_dockerfiles_that_no_sandbox_follows(folder, old):
         load_task(folder, engine_builds=True)
 
 
-def test_steps_are_read_and_refused_when_played(folder):
+def test_steps_are_read(folder):
     (folder / "task.toml").write_text(
         '[agent]\ntimeout_sec = 40\n[[steps]]\nname = "first"\nmin_reward = 0.5\n'
         '[[steps]]\nname = "then"\n[steps.agent]\ntimeout_sec = 7\n[steps.verifier]\ntimeout_sec = 8\n'
@@ -176,8 +176,7 @@ def test_steps_are_read_and_refused_when_played(folder):
         ("first", "a", 40.0, 600.0),
         ("then", "b", 7.0, 8.0),
     ]
-    with pytest.raises(T1Error, match=r"steps: 2 \(first, then\)"):
-        load_tasks(folder.parent)
+    assert load_tasks(folder.parent) == [task]
     (folder / "steps/then/instruction.md").unlink()
     (folder / "tests/test.sh").unlink()
     with pytest.raises(T1Error) as caught:

@@ -11,6 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
@@ -40,24 +41,40 @@ def harbor():
     return run
 
 
+TASK = {
+    "task.toml": 'schema_version = "1.4"\n[environment]\nmemory_mb = 300\n[environment.env]\nFROM_TOML = "yes"\n',
+    "instruction.md": "Write done into a.txt",
+    "environment/Dockerfile": "FROM debian:12-slim\nWORKDIR /app\nCOPY a.txt /app/\n",
+    "environment/a.txt": "hi\n",
+    "solution/solve.sh": "#!/bin/bash\n[ $FROM_TOML = yes ] && cat a.txt && echo done > a.txt\n",
+    "tests/helpers/words.txt": "done\n",
+    "tests/test.sh": "#!/bin/bash\ngrep -qf /tests/helpers/words.txt /app/a.txt\n"
+    "echo $((1 - $?)) > /logs/verifier/reward.txt\n",
+}
+STEPS = {
+    "task.toml": 'schema_version = "1.4"\n[[steps]]\nname = "one"\nmin_reward = 0.5\n[[steps]]\nname = "two"\n',
+    "environment/Dockerfile": "FROM debian:12-slim\nWORKDIR /app\n",
+    "steps/one/instruction.md": "Write done into a.txt",
+    "steps/one/solution/solve.sh": "#!/bin/bash\ncd /tmp; echo done > /app/a.txt\n",
+    "steps/one/tests/test.sh": "#!/bin/bash\ngrep -q done /app/a.txt\necho $((1 - $?)) > /logs/verifier/reward.txt\n",
+    "steps/two/instruction.md": "Write done into b.txt",
+    "steps/two/workdir/given.txt": "done\n",
+    "steps/two/workdir/setup.sh": "cp given.txt set-up.txt\n",
+    "steps/two/solution/solve.sh": "#!/bin/bash\ncp set-up.txt b.txt\n",
+    "steps/two/tests/test.sh": "#!/bin/bash\n[ ! -e /tests/mine ] && grep -q done /app/b.txt\n"
+    "echo $((1 - $?)) > /logs/verifier/reward.txt\n",
+}
+
+
 @pytest.fixture
 def job(harbor, tmp_path):
     """Run one trial of a small task with `harbor run`; returns its result.json and the trial's directory."""
-    for name, text in {
-        "task.toml": 'schema_version = "1.4"\n[environment]\nmemory_mb = 300\n[environment.env]\nFROM_TOML = "yes"\n',
-        "instruction.md": "Write done into a.txt",
-        "environment/Dockerfile": "FROM debian:12-slim\nWORKDIR /app\nCOPY a.txt /app/\n",
-        "environment/a.txt": "hi\n",
-        "solution/solve.sh": "#!/bin/bash\n[ $FROM_TOML = yes ] && cat a.txt && echo done > a.txt\n",
-        "tests/helpers/words.txt": "done\n",
-        "tests/test.sh": "#!/bin/bash\ngrep -qf /tests/helpers/words.txt /app/a.txt\n"
-        "echo $((1 - $?)) > /logs/verifier/reward.txt\n",
-    }.items():
-        path = tmp_path / "task" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
-    def run(agent, **environment):
+    def run(agent, files=TASK, **environment):
+        for name, text in files.items():
+            path = tmp_path / "task" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         config = {
             "job_name": "job",
             "jobs_dir": str(tmp_path / "jobs"),
@@ -110,6 +127,73 @@ def test_harbor_evaluates_a_model_with_our_agent(job, tmp_path):
     assert detail["prompt_token_ids"] == [request["token_ids"] for request in requests]
     assert "/tmp" in chat.tokenizer.decode(requests[2]["token_ids"])  # the shell stayed in its directory
     assert json.loads((trial / "agent/episode.json").read_text())["turns"] == 3
+
+
+def test_harbor_runs_every_step_in_our_sandbox(job, tmp_path):
+    from megatron_t1.environment.trials import read_trials
+
+    result, _ = job({"name": "oracle"}, STEPS)
+    assert result["verifier_result"]["rewards"] == {"reward": 1.0} and len(result["step_results"]) == 2
+    (trial,) = read_trials(tmp_path / "jobs")
+    assert trial.verdict.checks == {"one/reward": True, "two/reward": True} and trial.verdict.solved
+
+
+SAME_RULES = """
+import random
+from types import SimpleNamespace as Names
+from harbor.trial.multi_step import MultiStepTrial
+from megatron_t1.environment.steps import below_minimum, combine
+from megatron_t1.environment.task import Step
+from megatron_t1.trajectory.record import Verdict
+
+random.seed(0)
+names = lambda: random.sample(["reward", "a", "b"], random.randint(1, 3))
+draw = lambda: {name: random.choice([0, 0.25, 0.5, 1]) for name in names()}
+for _ in range(500):
+    steps = {str(number): draw() for number in range(random.randint(1, 4))}
+    results = [Names(verifier_result=Names(rewards=rewards)) for rewards in steps.values()]
+    theirs = MultiStepTrial._aggregate_step_rewards(Names(result=Names(step_results=results))).rewards
+    ours = combine({name: Verdict(0, 1, -1, True, rewards=rewards) for name, rewards in steps.items()}).rewards
+    assert theirs == ours, (steps, theirs, ours)
+    least = draw()
+    for threshold in (least, 0.5):
+        own = threshold if threshold is least else {"reward": threshold}
+        failed = MultiStepTrial._min_reward_failure(steps["0"], threshold) is not None
+        verdict = Verdict(0, 1, -1, True, rewards=steps["0"])
+        assert failed == bool(below_minimum(Step("0", "", 1, 1, min_reward=own), verdict)), (steps, threshold)
+"""
+
+
+def test_means_and_minimal_rewards_are_harbors_own(harbor):
+    done = harbor("-c", SAME_RULES)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_our_agent_in_a_task_of_several_steps(job, tmp_path, resume):
+    """A new conversation for each step; with resume_trajectory the one before goes on. The shell begins at home."""
+    from megatron_t1.rollout.formats import load_format
+
+    model_dir = _model_dir(tmp_path)
+    chat = load_format("chatml_bash", model_dir)
+    turns = [chat.command("echo done > a.txt; cd /tmp; mkdir -p /tests; touch /tests/mine"), chat.submission(),
+             chat.command("cat given.txt > b.txt; pwd"), chat.submission()]  # fmt: skip
+    kwargs = {"url": "", "model_dir": str(model_dir), "max_turns": 5}
+    with _engine(turns) as (kwargs["url"], requests):
+        result, trial = job({"import_path": AGENT, "resume_trajectory": resume, "kwargs": kwargs}, STEPS)
+    one, two = result["step_results"]
+    assert one["exception_info"] is two["exception_info"] is None, result
+    assert result["verifier_result"]["rewards"] == {"reward": 1.0}
+    details = [step["agent_result"]["rollout_details"][0] for step in (one, two)]
+    assert [len(detail["completion_token_ids"]) for detail in details] == [2, 2]
+    prompts = [request["token_ids"] for request in requests]
+    assert details[1]["prompt_token_ids"] == prompts[2:]
+    before = [*prompts[1], *turns[1].tolist()]
+    text = chat.tokenizer.decode(np.array(prompts[2], np.int32))
+    assert (prompts[2][: len(before)] == before) == resume == ("a.txt" in text) and "Write done into b.txt" in text
+    assert "/app" in chat.tokenizer.decode(np.array(prompts[3][len(prompts[2]) :], np.int32))
+    record = trial / f"steps/two/agent/episode{'_2' if resume else ''}.json"
+    assert json.loads(record.read_text())["turns"] == (4 if resume else 2)
 
 
 def test_an_engine_that_is_gone_is_an_exception_and_no_score(job, tmp_path):  # rllm#677 verifiers#1665

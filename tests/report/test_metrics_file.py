@@ -1,3 +1,4 @@
+import contextlib
 import json
 
 import pytest
@@ -49,8 +50,13 @@ def test_torn_line_is_cut_off_and_written_again(tmp_path):
     assert [line["iteration"] for line in read_metrics(tmp_path)] == [0, 1]
 
 
-def test_damaged_line_in_the_middle_is_named(tmp_path):
-    RunPaths.of(tmp_path).metrics.write_text('{"iteration": 0}\n')
+@pytest.mark.parametrize("old, new", [("{", "["), ('"metrics"', '"metrIcs"'), ("0.25", '"0"'), ('"actor"', "7")])
+def test_damaged_line_in_the_middle_is_named(tmp_path, old, new):
+    paths = RunPaths.of(tmp_path)
+    with contextlib.closing(MetricsWriter(paths)) as writer:
+        writer.append(result(0), seconds=1.0)
+        writer.append(result(1), seconds=1.0)
+    paths.metrics.write_text(paths.metrics.read_text().replace(old, new, 1))
     with pytest.raises(IncompleteError, match="line 1"):
         read_metrics(tmp_path)
 

@@ -9,10 +9,11 @@ import pytest
 from megatron_t1.environment.reward import DenseReward
 from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
 from megatron_t1.errors import T1Error
-from megatron_t1.rollout.agent import TURN_ATTEMPTS, Attempt, observation_text, run_episode
+from megatron_t1.rollout.agent import TURN_ATTEMPTS, Attempt, run_episode
 from megatron_t1.rollout.budget import EpisodeLimits
 from megatron_t1.rollout.engine.errors import EngineLost, EngineRequestFailed
 from megatron_t1.rollout.formats import ConversationRefused
+from megatron_t1.rollout.observation import observation_text
 from megatron_t1.rollout.samplers import ScriptedSampler
 from megatron_t1.trajectory.record import EndReason, Origin, Verdict
 from megatron_t1.trajectory.selection import trainable

@@ -66,6 +66,13 @@ def test_a_truncated_turn_is_closed_by_a_visible_repair(family):  # mini-swe-age
     assert environment.origin == Origin.ENVIRONMENT and "turn cut off" in family.decode(environment.ids)
 
 
+def test_a_turn_that_was_never_sampled_is_closed_for_a_message_of_the_user(family):
+    """A step whose time ran out before its next turn."""
+    repair, environment = family.reply("the next step", np.empty(0, np.int32), role="user")
+    assert repair.origin == Origin.REPAIR and family.decode(repair.ids).endswith("<|im_end|>\n")
+    assert family.decode(environment.ids).startswith("<|im_start|>user\nthe next step<|im_end|>\n<|im_start|>assistant")
+
+
 def test_reasoning_stopped_without_being_closed_has_a_reply(family):
     """It called nothing, so the user answers."""
     turn = text_turn(family, "<think>\nhm<|im_end|>")

@@ -59,6 +59,25 @@ def test_a_conversation_is_what_the_template_writes(tmp_path):
     assert text == rendered
 
 
+def test_a_turn_that_was_never_sampled_is_closed_for_a_message_of_the_user(tmp_path):
+    chat = made(tmp_path, TOOLS)
+    conversation = chat.begin("the first step")
+    call, nothing = chat.command("make"), np.empty(0, np.int32)
+    parts = [conversation.prompt, call]
+    parts += [span.ids for span in conversation.reply("half", call)]
+    parts += [span.ids for span in conversation.reply("the next step", nothing, role="user")]
+    parts += [chat.submission()]
+    assert conversation.reply("the last step", parts[-1], role="user")
+    messages = [
+        {"role": "assistant", "content": chat.decode(call[:-1])},
+        {"role": "tool", "content": "half"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "the next step"},
+    ]
+    expected = chat.render([*chat.first_messages("the first step"), *messages], opening=True)
+    assert chat.decode(np.concatenate(parts[:-1])) == expected
+
+
 def test_reasoning_that_a_template_drops_is_shown_where_it_is_dropped(tmp_path):  # prime-rl#1334, verl#6719
     chat = made(tmp_path, DROPS)
     conversation = chat.begin("Do it.")

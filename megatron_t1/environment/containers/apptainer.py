@@ -31,7 +31,9 @@ from megatron_t1.environment.sandbox.disk import FULL, has_room
 from megatron_t1.environment.sandbox.inside import read_results
 from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
 from megatron_t1.environment.sandbox.output import OutputBuffer
+from megatron_t1.environment.sandbox.own_files import OwnFiles, child_command
 from megatron_t1.environment.sandbox.process import limits_script
+from megatron_t1.environment.sandbox.root import remove_tree
 from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
 from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import T1Error
@@ -65,6 +67,7 @@ class ApptainerSandbox:
         self._image, self._instance, self._workdir = "", "", "/"
         self._env: dict[str, str] = {}
         self._session: Session | None = None
+        self._own = OwnFiles()
         self._initial: dict[str, tuple[str, str]] = {}
 
     async def start(self, task: Task) -> None:
@@ -76,6 +79,7 @@ class ApptainerSandbox:
         except OSError as error:
             raise SandboxLost(f"can't make an overlay: {error}", where=self._base) from error
         self._image, self._env, self._workdir = self._stand_in(image.base), dict(image.env), image.workdir
+        self._own = OwnFiles()
         await self._begin()
         for step in image.steps:
             await self._follow(step, task)
@@ -84,6 +88,9 @@ class ApptainerSandbox:
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         return await running(self._session).run(command, timeout_s)
+
+    async def execute(self, command: str, timeout_s: float) -> CommandResult:
+        return await self.run(child_command(command), timeout_s)
 
     async def put_files(self, files: Files) -> None:
         running(self._session)
@@ -94,20 +101,20 @@ class ApptainerSandbox:
         fetched = Fetched()
         for path in paths:
             try:
-                async with self._engine.open(
-                    *self._words("tar", "-C", "/", "-chf", "-", "--", path.lstrip("/"))
-                ) as tar:
-                    member, content = await archive.first_member(tar.stdout, limit_bytes)
+                fetched.files[path] = await self._read(path, limit_bytes)
             except ValueError as problem:
                 fetched.problems[path] = str(problem)
-                continue
-            if not member.isreg():
-                fetched.problems[path] = archive.kind_of(member)
-            elif member.size > limit_bytes:
-                fetched.problems[path] = f"is larger than {limit_bytes} bytes"
-            else:
-                fetched.files[path] = content
         return fetched
+
+    async def _read(self, path: str, limit_bytes: int) -> bytes:
+        """Raises ValueError, which says what else than a regular file of this size is there."""
+        async with self._engine.open(*self._words("tar", "-C", "/", "-chf", "-", "--", path.lstrip("/"))) as tar:
+            member, content = await archive.first_member(tar.stdout, limit_bytes)
+        if not member.isreg():
+            raise ValueError(archive.kind_of(member))
+        if member.size > limit_bytes:
+            raise ValueError(f"is larger than {limit_bytes} bytes")
+        return content
 
     async def changes(self) -> list[Change]:
         """By names and change times, which GNU find tells."""
@@ -141,23 +148,34 @@ class ApptainerSandbox:
         tests, logs = self._scratch.path / "tests", self._scratch.disk / "logs"
         try:
             write_protected_tests(task, tests)
+            remove_tree(logs)
             logs.mkdir()
         except OSError as error:
             raise SandboxLost(f"can't prepare the verifier: {error}", where=str(self._scratch.path)) from error
-        self._env = verifier_environment(task, self._env)
+        env = verifier_environment(task, self._env)
         await self._begin("--bind", f"{tests}:/tests:ro", "--bind", f"{logs}:{VERIFIER_DIR}")
         # Looked at only now that nothing of the agent's can change it any more.
-        surroundings = await asyncio.to_thread(exposed, task, self._env, self._workdir)
-        doubt = describe_planted(surroundings.planted(await self._changes())) if surroundings else ""
+        surroundings = await asyncio.to_thread(exposed, task, env, self._workdir)
+        planted = surroundings.planted(await self._changes()) if surroundings else []
+        doubt = describe_planted(await self._own.others(planted, self._read))
         if doubt:
             await self._end_instance()
             return VerifierRun(None, "", False, doubt=doubt)
         words = ("/bin/bash", "--noprofile", "--norc", "/tests/test.sh")
-        exit_code, output = await self._once(words, self._workdir, self._env, timeout_s)
+        exit_code, output = await self._once(words, self._workdir, env, timeout_s)
         await self._end_instance()
         files, problems = read_results(logs, names)
         doubt = "" if has_room(self._scratch.disk, self._config) else FULL
         return VerifierRun(exit_code, output.text()[0], exit_code is None, files, problems, doubt)
+
+    async def resume(self, files: Files) -> None:
+        if self._scratch is None:
+            raise SandboxLost("the sandbox was not started")
+        await self._end_instance()
+        await self._begin()
+        if files:
+            await self._unpack(archive.pack(self._own.place(files, self._workdir)))
+        self._session = Session(self._spawn, self._script, self._workdir, self._output_limit)
 
     async def stop(self) -> None:
         try:

@@ -34,6 +34,7 @@ from megatron_t1.environment.sandbox.interface import (
     VerifierRun,
 )
 from megatron_t1.environment.sandbox.output import OutputBuffer
+from megatron_t1.environment.sandbox.own_files import OwnFiles, child_command
 from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
 from megatron_t1.environment.task import Files, Task
 
@@ -75,6 +76,7 @@ class ContainerSandbox:
         self._image: TaskImage | None = None
         self._workdir = "/"
         self._session: Session | None = None
+        self._own = OwnFiles()
         self._initial: frozenset[tuple[str, str]] = frozenset()
 
     async def start(self, task: Task) -> None:
@@ -95,14 +97,20 @@ class ContainerSandbox:
             await self._engine.check(
                 "exec", "--user", "0", self._name, "mkdir", "-p", task.workdir, doing="make workdir"
             )
-        self._initial = frozenset(await self._diff())
+        self._initial, self._own = frozenset(await self._diff()), OwnFiles()
         self._session = Session(self._exec, self._script, self._workdir, self._output_limit)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         return await running(self._session).run(command, timeout_s)
 
+    async def execute(self, command: str, timeout_s: float) -> CommandResult:
+        return await self.run(child_command(command), timeout_s)
+
     async def put_files(self, files: Files) -> None:
         running(self._session)
+        await self._put(files)
+
+    async def _put(self, files: Files) -> None:
         data = archive.pack(files)
         await self._engine.check("cp", "-", f"{self._name}:/", stdin=data, doing="put files into the container")
 
@@ -167,6 +175,19 @@ class ContainerSandbox:
         files, problems = await self._results(name, names)
         doubt = FULL if not await self._has_room() else ""
         return VerifierRun(exit_code, output.text()[0], exit_code is None, files, problems, doubt)
+
+    async def resume(self, files: Files) -> None:
+        """In the agent's own container, as it was before the verifier: what that changed is gone with its container."""
+        if not self._name:
+            raise SandboxLost("the sandbox was not started")
+        if self._session is not None:
+            await self._end_session()
+        if self._verified:
+            await self._remove_verifier()
+        if files:
+            await self._put(self._own.place(files, self._workdir))
+        await self._engine.check("start", self._name, doing="start the agent's container again")
+        self._session = Session(self._exec, self._script, self._workdir, self._output_limit)
 
     async def stop(self) -> None:
         await self._remove()
@@ -251,12 +272,15 @@ class ContainerSandbox:
         changed = [entry for entry in await self._diff() if entry not in self._initial]
         found = suspicious(changed, self._image.facts, self._workdir)
         found = [entry for entry in found if entry[0] != CHANGED or not await self._is_directory(entry[1])]
+        others = await self._own.others([path for _, path in found], self._read)
+        found = [entry for entry in found if entry[1] in others]
         if found:
             return describe(found)
         facts, changes = self._image.facts, (Change(path, KINDS[kind]) for kind, path in changed)
         env, real = self._verifier_env(task), self._image.real
         surroundings = await asyncio.to_thread(exposed, task, env, self._workdir, real)
-        return describe_planted(surroundings.planted(changes, facts.programs, facts.modules))
+        planted = surroundings.planted(changes, facts.programs, facts.modules)
+        return describe_planted(await self._own.others(planted, self._read))
 
     async def _has_room(self) -> bool:
         storage = await self._engine.storage()
@@ -298,13 +322,17 @@ class ContainerSandbox:
             if name:
                 await self._engine.call("rm", "-f", "-v", name)
             if name and verified:
-                await self._engine.call("rm", "-f", "-v", f"{name}-verifier")
-                await self._engine.call("volume", "rm", "-f", f"{name}-verifier")
-                await self._engine.call("rmi", "-f", f"{name}:left")
+                await self._remove_verifier(name)
         finally:
             scratch, self._scratch = self._scratch, None
             if scratch is not None:
                 await asyncio.to_thread(scratch.remove)
+
+    async def _remove_verifier(self, name: str = "") -> None:
+        name, self._verified = name or self._name, False
+        await self._engine.call("rm", "-f", "-v", f"{name}-verifier")
+        await self._engine.call("volume", "rm", "-f", f"{name}-verifier")
+        await self._engine.call("rmi", "-f", f"{name}:left")
 
 
 @cache

@@ -26,6 +26,7 @@ from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fet
 from megatron_t1.environment.sandbox.oneshot import run_script
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.overlay import OverlayRoot, may_mount_overlays
+from megatron_t1.environment.sandbox.own_files import OwnFiles, child_command
 from megatron_t1.environment.sandbox.process import PATH, ROOT, SandboxProcess, User, host_identity, start_bwrap
 from megatron_t1.environment.sandbox.root import PrivateRoot, remove_tree
 from megatron_t1.environment.sandbox.scratch import ScratchDirectory, shared_base
@@ -58,6 +59,8 @@ class BubblewrapSandbox:
         self._snapshot: Snapshot | None = None
         self._shell: Shell | None = None
         self._env: dict[str, str] = {}
+        self._workdir = "/"
+        self._own = OwnFiles()
         self._user = ROOT
         self._bounds: dict[str, str] = {}
 
@@ -80,11 +83,11 @@ class BubblewrapSandbox:
         self._was_full = False
         await build(task, self._root, base, self._run_once)
         self._user = find_user(self._root, image.user)
-        self._env = dict(image.env)
+        self._env, self._workdir, self._own = dict(image.env), image.workdir, OwnFiles()
         await in_thread(self._root.seal)
         self._bounds = guarantees(self._config, self._scratch, self._root)
         self._snapshot = await in_thread(self._root.snapshot)
-        self._shell = Shell(self._spawn_shell, image.workdir, self._output_limit)
+        self._shell = Shell(self._spawn_shell, self._workdir, self._output_limit)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         if self._shell is None:
@@ -94,6 +97,9 @@ class BubblewrapSandbox:
         result = await self._shell.run(command, timeout_s)
         self._look_at_disk()
         return result
+
+    async def execute(self, command: str, timeout_s: float) -> CommandResult:
+        return await BubblewrapSandbox.run(self, child_command(command), timeout_s)
 
     async def put_files(self, files: Files) -> None:
         root = self._started().files
@@ -136,7 +142,7 @@ class BubblewrapSandbox:
         await self._end_session()
         self._look_at_disk()
         env = verifier_environment(task, self._env)
-        doubt = FULL if self._was_full else await in_thread(lambda: self._planted(task, env))
+        doubt = FULL if self._was_full else await self._planted(task, env)
         if doubt:
             return VerifierRun(None, "", False, doubt=doubt)
         tests, logs = self._scratch.path / "tests", self._scratch.disk / LOGS
@@ -147,7 +153,7 @@ class BubblewrapSandbox:
         exit_code, output = await self._run_once(
             "exec /bin/bash --noprofile --norc /tests/test.sh",
             env=env,
-            workdir=task.image.workdir if self._root.files.is_directory(task.image.workdir) else "/",
+            workdir=self._workdir if self._root.files.is_directory(self._workdir) else "/",
             binds=["--ro-bind", str(tests), "/tests", "--bind", str(logs), "/logs/verifier"],
             user=self._user,
             timeout_s=timeout_s,
@@ -156,6 +162,13 @@ class BubblewrapSandbox:
         self._look_at_disk()
         doubt = FULL if self._was_full else ""
         return VerifierRun(exit_code, output.text()[0], exit_code is None, files, problems, doubt)
+
+    async def resume(self, files: Files) -> None:
+        self._started()
+        await self._end_session()
+        placed = self._own.place(files, self._workdir)
+        await self.put_files(placed)
+        self._shell = Shell(self._spawn_shell, self._workdir, self._output_limit)
 
     async def stop(self) -> None:
         try:
@@ -191,13 +204,19 @@ class BubblewrapSandbox:
         remove_tree(self._scratch.disk / LOGS)
         self._root.reset()
 
-    def _planted(self, task: Task, env: Mapping[str, str]) -> str:
+    async def _planted(self, task: Task, env: Mapping[str, str]) -> str:
         """Why the verifier can't be trusted after what the agent left on its search paths; "" for no reason."""
-        found = exposed(task, {"PATH": PATH, "HOME": self._user.home, **env}, real=self._root.files.real)
-        if not found:
-            return ""
-        system = self._root.system
-        return describe_planted(found.planted(self._snapshot.changes(), programs_of(system), modules_of(system)))
+
+        def look() -> list[str]:
+            found = exposed(task, {"PATH": PATH, "HOME": self._user.home, **env}, real=self._root.files.real)
+            system = self._root.system
+            return found.planted(self._snapshot.changes(), programs_of(system), modules_of(system)) if found else []
+
+        files = self._root.files
+        left = await self._own.others(
+            await in_thread(look), lambda path, limit: in_thread(lambda: files.read(path, limit))
+        )
+        return describe_planted(left)
 
     def _look_at_disk(self) -> None:
         self._was_full = self._was_full or not has_room(self._scratch.disk, self._config)

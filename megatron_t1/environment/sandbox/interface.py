@@ -99,6 +99,10 @@ class Sandbox(Protocol):
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         """Run in the persistent shell: cwd and environment stay from call to call. Raises SandboxLost."""
 
+    async def execute(self, command: str, timeout_s: float) -> CommandResult:
+        """Run for the driver, in a shell of its own below the session's: the session's directory and variables stay as
+        they are, and what the command starts in the background goes on with it. Raises SandboxLost."""
+
     async def put_files(self, files: Files) -> None:
         """Write regular files: absolute path -> (content, permission bits). Folders are made, a link or file in the
         file's place is replaced, links above it are followed as a process inside would. The session goes on.
@@ -118,7 +122,16 @@ class Sandbox(Protocol):
         """What bounds this sandbox on this machine: memory, processes, cpu, disk, system, calls, network -> how."""
 
     async def run_verifier(self, task: Task, timeout_s: float, names: tuple[str, ...]) -> VerifierRun:
-        """End the agent's session, bring the tests in, run tests/test.sh once. `run` is then refused."""
+        """End the agent's session, bring the tests in, run tests/test.sh once. `run` is then refused until `resume`."""
+
+    async def resume(self, files: Files) -> None:
+        """Begin the next step of a task: a new session on what is there, in the image's working directory, with the
+        step's `files` (relative to that directory) put in place. No process of an earlier session or verifier lives,
+        none of its tests and results is left. While nobody changes them, `files` count as built, not as changed.
+
+        Raises:
+            SandboxLost: a file can't be written, or the sandbox is gone.
+        """
 
     async def stop(self) -> None:
         """Leave no process and no file. May be called in any state, and twice."""

@@ -89,6 +89,7 @@ def serve_command(
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         "--enable-scale-out",
+        "--language-model-only",  # a vision-language checkpoint's tower is neither built nor given memory
         "--disable-uvicorn-access-log",
         "--uvicorn-log-level=warning",
     ]

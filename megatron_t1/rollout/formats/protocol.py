@@ -72,7 +72,8 @@ class Conversation(Protocol):
 
         Args:
             observation: text from outside; no part of it becomes a control token.
-            sampled_ids: int32 [n], the whole turn, stop token included where it has one.
+            sampled_ids: int32 [n], the whole turn, stop token included where it has one; none: a turn that was opened
+                and never sampled, which is closed like one that was cut off.
             role: who speaks: "tool", "user", or "" for what the turn asks for (a call is answered by the tool).
 
         Raises:
