@@ -84,6 +84,9 @@ test-fast: setup
 test-matrix: setup
 	@$(VENV)/bin/python scripts/test_matrix.py --write-docs docs/replay-layouts.md
 
+test-hybrid: setup
+	@T1_HYBRID_LAYOUTS=all $(VENV)/bin/python scripts/test_matrix.py --versions 0.16.1 0.18.2 0.19.2 --tests tests/model/test_hybrid_layouts.py --write-docs docs/hybrid.md
+
 dryrun: setup
 	@$(VENV)/bin/python scripts/dryrun.py --write docs/dryrun.md
 

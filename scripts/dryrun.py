@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from test_matrix import BEGIN, END, ROOT, UNAVAILABLE, default_cache, prepare, python_path
+from test_matrix import BEGIN, END, ROOT, UNAVAILABLE, default_cache, document, prepare, python_path
 
 CORE = "0.19.2"
 
@@ -46,14 +46,11 @@ def layouts() -> list[str]:
 
 def write_sections(path: Path, printed: str) -> None:
     """Put what was printed between the document's markers; sections of layouts that weren't run stay."""
-    text = path.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"{path} must hold {BEGIN} and {END} once each")
-    before, rest = text.split(BEGIN)
+    before, rest = path.read_text().split(BEGIN)
     old, after = rest.split(END)
     sections = {**_sections(old), **_sections(printed)}
-    order = layouts()
-    kept = sorted(sections, key=lambda title: (order.index(title.split(",")[0]), title))
+    known = {name: place for place, name in enumerate(layouts())}  # layouts of one's own come last
+    kept = sorted(sections, key=lambda title: (known.get(title.split(",")[0], len(known)), title))
     body = "\n\n".join(sections[title] for title in kept)
     path.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
     print(f"wrote {path}")
@@ -71,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where unpacked releases are kept")
     parser.add_argument("--experiment", default="ppo_122b")
     parser.add_argument("--layouts", nargs="+", default=layouts(), metavar="NAME")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the document")
+    parser.add_argument("--write", type=document, metavar="FILE", help="the document")
     parser.add_argument("arguments", nargs="*", help="of `t1 dryrun`, after --")
     return parser
 

@@ -5,11 +5,19 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${1:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+if ! command -v "$python" >/dev/null; then
+    echo "gpu: there is no $python; name an interpreter: scripts/gpu.sh PYTHON" >&2
+    exit 2
+fi
+if ! lacking=$("$python" -c "import torch, megatron.core, megatron_t1, pytest" 2>&1); then
+    echo "gpu: $python can't import what this needs: ${lacking##*$'\n'}" >&2
+    exit 2
+fi
 if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
     echo "gpu: torch finds no CUDA device here, so nothing was run"
     exit 0
 fi
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 status=0
 "$python" -m pytest tests/gpu -q -m gpu -p no:cacheprovider || status=$?
 "$python" benchmarks/gpu.py --backend cuda_torch || status=$?

@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strength", type=int, default=2, help="of the layouts' selection (tests/matrix/cases.py)")
     parser.add_argument("--reuse", action="store_true", help="show the other releases as their last run left them")
     parser.add_argument("--tests", nargs="+", default=["tests/routing"], metavar="PATH")
-    parser.add_argument("--write-docs", type=Path, metavar="FILE", help="where to put the table of layouts x versions")
+    parser.add_argument(
+        "--write-docs", type=document, metavar="FILE", help="where to put the table of layouts x versions"
+    )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where unpacked releases are kept")
     return parser
 
@@ -209,11 +211,18 @@ def summary(results: list[Result]) -> str:
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
+def document(name: str) -> Path:
+    """The file of an option that is written at the end; looked at in the beginning."""
+    path = Path(name)
+    text = path.read_text() if path.is_file() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise argparse.ArgumentTypeError(f"{path} must hold {BEGIN} and {END} once each")
+    return path
+
+
 def write_docs(path: Path, results: list[Result], tests: str) -> None:
     """Put the table of layouts x versions between the file's markers."""
     text = path.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"{path} must hold {BEGIN} and {END} once each")
     header = ["layout", *(result.version for result in results)]
     names = dict.fromkeys(name for result in results for name in result.layouts)
     rows = [[name.replace("|", ","), *(result.layouts.get(name, "") for result in results)] for name in names]

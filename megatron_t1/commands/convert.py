@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
+from megatron_t1.errors import ConfigError
+from megatron_t1.report.printable import printable
 
 
 def check(invocation: Invocation) -> int:
@@ -14,7 +16,13 @@ def check(invocation: Invocation) -> int:
     from megatron_t1.config.compose import compose
     from megatron_t1.model.accounting import account_for
 
-    layout = compose(options.overrides).layout if options.overrides else None
+    if other := [word for word in options.overrides if not word.startswith(("layout=", "layout."))]:
+        raise ConfigError(
+            f"{other[0]!r} has no part in this: the model is what the checkpoint's config.json says",
+            where="t1 convert check",
+            remedy="give a checkpoint, and options of layout",
+        )
+    layout = compose(options.overrides, config_dirs=invocation.config_dirs).layout if options.overrides else None
     account = account_for(options.checkpoint, layout)
     a, names = account.architecture, account.names
     print(
@@ -22,7 +30,7 @@ def check(invocation: Invocation) -> int:
         f"{'one tensor for all experts of a layer' if names.fused_experts else 'one tensor for each expert matrix'}"
     )
     for name, part in account.parts.items():
-        types = ", ".join(f"{count:,} {code}" for code, count in sorted(part.types.items()) if code)
+        types = ", ".join(f"{count:,} {printable(code)}" for code, count in sorted(part.types.items()) if code)
         numbers = f"{part.numbers:>18,} numbers   {types}" if account.files else ""
         print(f"  {name:40} {part.tensors:>7,} tensors {numbers}".rstrip())
     print(
@@ -30,10 +38,10 @@ def check(invocation: Invocation) -> int:
         if account.files
         else "only names compared: no weight file is there, only the index"
     )
-    if layout is not None:
+    if account.layout:
         _print_layout(account.layout, layout)
     for problem in account.problems:
-        print(f"PROBLEM: {problem}")
+        print(f"PROBLEM: {printable(problem)}")
     print(f"{len(account.problems)} problems" if account.problems else "every tensor is accounted for, exactly once")
     return 1 if account.problems else 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import print_config
+from megatron_t1.commands.plan import require_vocabulary, with_vocabulary
 from megatron_t1.commands.sweep import jobs
 from megatron_t1.config.compose import absolute, compose, parse_overrides
 from megatron_t1.config.families import installed_core_problems
@@ -20,13 +21,18 @@ from megatron_t1.planner.dryrun import ROLES, DryRun, dry_run
 from megatron_t1.planner.dryrun_report import LayoutFindings
 
 PHASES = {"policy": "actor", "value": "critic"}
-COLUMNS = "stage | ranks | dense, M | experts, M | weights | gradients | optimizer | together".split(" | ")
+COLUMNS = ("stage", "ranks", "dense, M", "experts, M") + tuple(
+    f"{part}, GiB" for part in ("weights", "gradients", "optimizer", "together")
+)
 
 
 def dryrun(invocation: Invocation) -> int:
     layouts = _layouts(invocation)
     if invocation.print_config:
         return max(print_config(config) for _, config in layouts)
+    for _, config in layouts:
+        check(config, more=[*unbuildable(config), *installed_core_problems(config)])
+        require_vocabulary(config)
     roles = ROLES[:1] if "--policy" in invocation.flags else ROLES
     runs = [
         DryRun(name, replace(config, layout=config.layout.of(PHASES[role])), role)
@@ -64,10 +70,9 @@ def _layouts(invocation: Invocation) -> list[tuple[str, Config]]:
         chosen = [("", invocation.arguments)]
     layouts = []
     for name, overrides in chosen:
-        config = absolute(compose(overrides, config_dirs=invocation.config_dirs))
+        config = with_vocabulary(absolute(compose(overrides, config_dirs=invocation.config_dirs)))
         if not Path(config.model.path).is_dir():
             config.model.path = ""  # the architecture's numbers are all that is needed of it
-        check(config, more=[*unbuildable(config), *installed_core_problems(config)])
         layouts.append((name.removeprefix("layout=") or _name(overrides), config))
     return layouts
 

@@ -10,7 +10,7 @@ from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import command_config, print_config
 from megatron_t1.config.compose import absolute, compose
 from megatron_t1.config.schema import Config
-from megatron_t1.config.validate import check, layout_problems
+from megatron_t1.config.validate import check, layout_problems, unbuildable
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.model.stored import CONFIG_FILE, architecture_from_hf
 from megatron_t1.planner.preflight import Device, device_of, memory_problems
@@ -24,13 +24,8 @@ def plan(invocation: Invocation) -> int:
     config = with_vocabulary(command_config(invocation))
     if invocation.print_config:
         return print_config(config)
-    check(config)
-    if config.model.architecture.vocab_size < 1:
-        raise ConfigError(
-            "the vocabulary's size isn't known",
-            where="model.architecture.vocab_size=0",
-            remedy="give it, or name a checkpoint in model.path",
-        )
+    check(config, more=unbuildable(config))
+    require_vocabulary(config)
     device = device_of(config)
     if device is None:
         raise ConfigError(
@@ -60,8 +55,17 @@ def _compare(invocation: Invocation, config: Config, device: Device) -> int:
         other = with_vocabulary(absolute(compose([*rest, f"layout={path.stem}"], config_dirs=invocation.config_dirs)))
         if other.layout.processes > 1 and not layout_problems(other):
             found.append((path.stem, other))
+    if not found:
+        raise ConfigError(
+            "no shipped layout can cut this model",
+            where="t1 plan --layouts",
+            remedy="--search tries all layouts of layout.processes GPUs",
+        )
     found.sort(key=lambda each: each[1].layout.processes)
-    print(comparison_text(found, device))
+    if "--json" in invocation.flags:
+        print(json.dumps({name: plan_values(other, device) for name, other in found}, indent=1))
+    else:
+        print(comparison_text(found, device))
     return 0
 
 
@@ -80,6 +84,16 @@ def with_vocabulary(config: Config) -> Config:
     except T1Error:
         return config
     return replace(config, model=replace(model, architecture=replace(model.architecture, vocab_size=size)))
+
+
+def require_vocabulary(config: Config) -> None:
+    """Raise ConfigError where neither the configuration nor a checkpoint says how large the vocabulary is."""
+    if config.model.architecture.vocab_size < 1:
+        raise ConfigError(
+            "the vocabulary's size isn't known",
+            where="model.architecture.vocab_size=0",
+            remedy="give it, or name a checkpoint in model.path",
+        )
 
 
 def fit_problems(config: Config) -> list[str]:

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+UNLIMITED = ("UNLIMITED", "INFINITE", "-1")
+SIGNAL_EARLY_S = 60  # that Slurm's signal before the time limit may come early (sbatch --signal)
+
+
+def slurm_seconds(text: str) -> float | None:
+    """Seconds of a time as Slurm writes it (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S); None: it is no time."""
+    if text.upper() in UNLIMITED:
+        return float("inf")
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return None
+    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
+    if found["days"] is not None:
+        return 86400 * int(found["days"]) + 3600 * first + 60 * second + third
+    return 3600 * first + 60 * second + third if found["third"] is not None else 60 * first + second
 
 
 @dataclass
@@ -56,3 +74,22 @@ class ClusterConfig:
     def resources(self, kind: str) -> ResourcesConfig:
         """Of a kind of phase: "rollout" or "train"."""
         return self.rollout if kind == "rollout" else self.train
+
+
+def slurm_problems(slurm: SlurmConfig) -> list[str]:
+    """Why a job would be told to stop as soon as it has begun, or end for good when its time is over; one line each."""
+    limit_s, told_s, problems = slurm_seconds(slurm.time), slurm.stop_lead_s + SIGNAL_EARLY_S, []
+    lead = f"stop_lead_s={slurm.stop_lead_s:g}, and {SIGNAL_EARLY_S} s that Slurm may be early"
+    if limit_s is None:
+        problems.append(f"cluster.slurm.time={slurm.time!r} is no time of Slurm's: write D-HH:MM:SS, or minutes")
+    elif limit_s <= told_s:
+        problems.append(
+            f"cluster.slurm.time={slurm.time} is {limit_s:g} s, and a job is told to stop {told_s:g} s before its end "
+            f"({lead})"
+        )
+    if slurm.requeue_within_s < told_s:
+        problems.append(
+            f"cluster.slurm.requeue_within_s={slurm.requeue_within_s:g} must be at least {told_s:g} ({lead}): "
+            "a job that is told to stop before that stays ended"
+        )
+    return problems

@@ -10,6 +10,7 @@ from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig
 FAMILIES = ("qwen3_moe", "qwen3_5_moe")
 HYBRID = ("qwen3_5_moe",)  # with gated delta nets
 FIRST_CORE_WITH_DELTA_NET, FIRST_CORE_THAT_CUTS_IT = (0, 16), (0, 18)
+FULL, LINEAR = "full_attention", "linear_attention"  # kinds of layers; a gated delta net is linear
 _LINEAR = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -17,6 +18,18 @@ _LINEAR = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+
+
+def has_full_attention(architecture: ArchitectureConfig, layer: int) -> bool:
+    """Whether a layer (from 0) attends to the whole sequence, and isn't a gated delta net."""
+    return (layer + 1) % max(1, architecture.full_attention_interval) == 0
+
+
+def layer_types(architecture: ArchitectureConfig) -> list[str]:
+    """Of each layer, as Hugging Face calls them: FULL or LINEAR."""
+    return [
+        FULL if has_full_attention(architecture, layer) else LINEAR for layer in range(architecture.num_hidden_layers)
+    ]
 
 
 def family_problems(architecture: ArchitectureConfig) -> list[str]:
@@ -41,6 +54,26 @@ def family_problems(architecture: ArchitectureConfig) -> list[str]:
         wrong.append(
             f"linear_num_value_heads={a.linear_num_value_heads} isn't a multiple of "
             f"linear_num_key_heads={a.linear_num_key_heads}"
+        )
+    return wrong
+
+
+def number_problems(architecture: ArchitectureConfig) -> list[str]:
+    """Numbers that don't fit each other in a model of any family, one line each. All must be positive."""
+    a, wrong = architecture, []
+    if a.num_attention_heads % a.num_key_value_heads:
+        wrong.append(
+            f"num_attention_heads={a.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={a.num_key_value_heads}"
+        )
+    if a.num_experts_per_tok > a.num_experts:
+        wrong.append(f"num_experts_per_tok={a.num_experts_per_tok} exceeds num_experts={a.num_experts}")
+    if a.head_dim % 2:
+        wrong.append(f"head_dim={a.head_dim} is odd: rotary embeddings need pairs")
+    if a.full_attention_interval > a.num_hidden_layers:
+        wrong.append(
+            f"full_attention_interval={a.full_attention_interval} exceeds num_hidden_layers={a.num_hidden_layers}: no "
+            "layer would have full attention"
         )
     return wrong
 

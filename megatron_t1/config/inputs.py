@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_t1.config.compose import flatten, load_run_config
 from megatron_t1.config.schema import MISSING, Config, RewardConfig
 from megatron_t1.errors import T1Error
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths, number_of
 from megatron_t1.phase import RESULT_FILE
 
@@ -121,8 +122,8 @@ def run_dir_problems(config: Config) -> list[str]:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a training was started in `directory`."""
-    return (directory / "manifest.json").is_file() and (directory / "config.yaml").is_file()
+    """Whether a training was started in `directory`; also where of its manifest only the one before is left."""
+    return Manifest.exists(directory / "manifest.json") and (directory / "config.yaml").is_file()
 
 
 def device_problems(config: Config) -> list[str]:

@@ -14,6 +14,7 @@ from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
 
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 DISPATCHERS, RECOMPUTATIONS = ("alltoall", "allgather"), ("none", "full", "moe")
+MOST_PROCESSES = 1 << 16  # more than any cluster has GPUs; what follows tries divisors and visits ranks
 LARGEST_TENSOR = 8  # ranks that are proposed: the GPUs of one node
 
 
@@ -35,12 +36,14 @@ def layout_problems(
     """
     wrong = [
         f"{where}.{name} is {getattr(layout, name)}; it must be at least 1"
-        for name in SIZES
+        for name in ("processes", *SIZES)
         if getattr(layout, name) < 1
     ]
     for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTATIONS)):
         if getattr(layout, name) not in known:
             wrong.append(f"{where}.{name} is {getattr(layout, name)!r}; known: {', '.join(known)}")
+    if layout.processes > MOST_PROCESSES:
+        wrong.append(f"{where}.processes is {layout.processes}; it must be at most {MOST_PROCESSES}")
     if wrong:
         return wrong  # the arithmetic below needs sane numbers
     checks = (
@@ -109,15 +112,42 @@ def _divisions(layout: LayoutConfig, a: ArchitectureConfig, where: str) -> Itera
     heads = a.num_key_value_heads
     if heads % layout.tensor and layout.tensor % heads:
         yield (
-            f"model.architecture.num_key_value_heads={heads} and {where}.tensor={layout.tensor} don't divide each other"
+            f"model.architecture.num_key_value_heads={heads} and {where}.tensor={layout.tensor} don't divide each "
+            f"other; take a multiple or a divisor of {heads}"
         )
 
 
 def _nearest_divisors(value: int, size: int) -> list[int]:
     """The next smaller and the next larger divisor of `value`."""
-    divisors = [number for number in range(1, value + 1) if value % number == 0]
+    divisors = _divisors(value)
     below, above = [d for d in divisors if d < size], [d for d in divisors if d > size]
     return below[-1:] + above[:1]
+
+
+def engine_problems(tensor: int, a: ArchitectureConfig) -> list[str]:
+    """Why a model can't be cut over the `tensor` GPUs of a vLLM engine, one line each."""
+    names = ["num_attention_heads"]
+    if a.full_attention_interval > 1:
+        names += ["linear_num_key_heads", "linear_num_value_heads"]
+    wrong = []
+    for name in names:
+        if (value := getattr(a, name)) % tensor:
+            fitting = ", ".join(map(str, _nearest_divisors(value, tensor)))
+            wrong.append(
+                f"model.architecture.{name}={value} is not a multiple of rollout.engine.tensor_parallel={tensor}; "
+                f"nearest: {fitting}"
+            )
+    if not wrong and a.num_key_value_heads % tensor and tensor % a.num_key_value_heads:
+        wrong.append(
+            f"model.architecture.num_key_value_heads={a.num_key_value_heads} and rollout.engine.tensor_parallel="
+            f"{tensor} don't divide each other; take a multiple or a divisor of {a.num_key_value_heads}"
+        )
+    return wrong
+
+
+def _divisors(value: int) -> list[int]:
+    small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
+    return sorted({*small, *(value // number for number in small)})
 
 
 def nearest_layouts(layout: LayoutConfig, architecture: ArchitectureConfig, *, count: int = 3) -> list[LayoutConfig]:
@@ -130,7 +160,7 @@ def nearest_layouts(layout: LayoutConfig, architecture: ArchitectureConfig, *, c
 def valid_layouts(layout: LayoutConfig, architecture: ArchitectureConfig) -> Iterator[LayoutConfig]:
     """Sizes worth trying for `layout.processes`; the virtual pipeline and the experts' own split stay or become 1."""
     world, a = layout.processes, architecture
-    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    divisors = _divisors(world)
     tensors = [size for size in divisors if size <= LARGEST_TENSOR and a.num_attention_heads % size == 0]
     pipelines = [size for size in divisors if a.num_hidden_layers % size == 0]
     experts = [size for size in divisors if a.num_experts % size == 0]

@@ -169,8 +169,8 @@ class EnvConfig:
     command_timeout_s: float = 10.0
     output_limit: int = 200  # characters of a command's output shown to the model: head and tail are kept
     # Each part of an episode has a budget of its own, so that a slow agent leaves no less to the verifier.
-    start_timeout_s: float = 900.0  # to bring a sandbox to the task's initial state
-    agent_timeout_s: float = 120.0  # turns and commands together; the task's own limit where it is shorter
+    start_timeout_s: float = 900.0  # to bring a sandbox to the task's initial state; also for a step's setup.sh
+    agent_timeout_s: float = 120.0  # turns and commands of all steps together; the task's own limit where it is shorter
     verifier_timeout_s: float = 30.0  # the task's own limit where it is shorter
     teardown_timeout_s: float = 60.0  # to leave nothing of a sandbox; also what a verifier may take beyond its limit
     baselines: str = ""  # file with what passes when nothing is done, by check; empty: baseline.json in the task set

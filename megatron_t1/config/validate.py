@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_t1.config import layout_rules
+from megatron_t1.config.cluster import slurm_problems
 from megatron_t1.config.compose import flatten
-from megatron_t1.config.families import FAMILIES, HYBRID, family_problems
+from megatron_t1.config.families import FAMILIES, HYBRID, family_problems, number_problems
 from megatron_t1.config.inputs import missing_inputs
 from megatron_t1.config.schema import MISSING, Config, GaeConfig, LayoutConfig
 from megatron_t1.config.targets import target_problems
@@ -58,6 +59,7 @@ POSITIVE = (
     "train.critic.huber_delta train.sft.tokens train.sft.tokens_per_step train.actor.correction_cap eval.attempts "
     "cluster.rollout.processes_per_node cluster.train.processes_per_node cluster.rollout.threads cluster.train.threads "
     "cluster.stop_grace_s cluster.phase_timeout_s cluster.collective_timeout_s cluster.slurm.max_clock_difference_s "
+    "cluster.slurm.stop_lead_s cluster.slurm.requeue_within_s cluster.slurm.max_failures "
     "model.architecture.hidden_size model.architecture.num_hidden_layers "
     "model.architecture.num_attention_heads model.architecture.num_key_value_heads model.architecture.head_dim "
     "model.architecture.moe_intermediate_size model.architecture.num_experts model.architecture.num_experts_per_tok "
@@ -67,13 +69,14 @@ POSITIVE = (
 ).split()
 NOT_NEGATIVE = (
     "loop.warmup_iterations loop.iterations loop.evaluate_every loop.keep_rollouts loop.keep_exports "
-    "loop.keep_evaluated cluster.phase_retries cluster.rollout.nodes cluster.train.nodes "
+    "loop.keep_evaluated cluster.phase_retries cluster.slurm.max_requeues cluster.rollout.nodes cluster.train.nodes "
     "cluster.rollout.gpus_per_node cluster.train.gpus_per_node rollout.engine.kv_cache_bytes eval.limit eval.max_turns "
     "env.min_turns eval.temperature reward.cap reward.penalty "
     "train.actor.entropy_coef train.actor.kl_coef train.actor.clip_low train.actor.clip_high "
     "train.critic.value_clip train.gae.length_adaptive_alpha train.sft.aux_loss_coef train.sft.holdout generate.train "
     "train.critic.warmup_holdout train.actor.checkpoint_every train.critic.checkpoint_every train.sft.checkpoint_every "
-    "generate.held_out generate.demonstrations generate.demonstration_noise run.seed model.architecture.vocab_size"
+    "generate.held_out generate.demonstrations generate.demonstration_noise run.seed model.architecture.vocab_size "
+    "plan.gpu_memory_gib plan.reserve_gib plan.command_s plan.phase_start_s plan.engine_start_s"
 ).split()
 PHASES_APART = ("critic", "export")  # that may have a layout of their own
 FRACTIONS = (
@@ -100,7 +103,8 @@ OWN_ENGINE_ARGUMENTS = frozenset(
     "--model --served-model-name --dtype --host --port --max-model-len --max-num-seqs --block-size --logprobs-mode "
     "--seed --generation-config --enable-prefix-caching --enable-prompt-tokens-details --enable-scale-out "
     "--disable-uvicorn-access-log --uvicorn-log-level --kv-cache-memory-bytes --enforce-eager --enable-chunked-prefill "
-    "--tensor-parallel-size -tp --enable-return-routed-experts --config --api-key --tokenizer".split()
+    "--tensor-parallel-size -tp --enable-return-routed-experts --language-model-only --config --api-key "
+    "--tokenizer".split()
 )
 
 
@@ -152,14 +156,7 @@ def _layout(config: Config) -> list[str]:
 def layout_problems(config: Config) -> list[str]:
     """Why the layouts of the training phases can't work, one line for each reason."""
     model, layout = config.model.architecture, config.layout
-    problems = []
-    if model.num_attention_heads % model.num_key_value_heads:
-        problems.append(
-            f"num_attention_heads={model.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={model.num_key_value_heads}"
-        )
-    if model.num_experts_per_tok > model.num_experts:
-        problems.append(f"num_experts_per_tok={model.num_experts_per_tok} exceeds num_experts={model.num_experts}")
+    problems = number_problems(model)
     if clashes := layout_rules.layout_problems(layout, model, backend=config.cluster.backend):
         return problems + clashes
     for phase in PHASES_APART:
@@ -208,6 +205,7 @@ def _cluster(config: Config) -> list[str]:
         if cluster.rollout.processes_per_node > 1:
             problems.append("cluster.rollout.processes_per_node must be 1 with cluster=local: one worker, one engine")
         return problems
+    problems += slurm_problems(cluster.slurm)
     nodes, each = train_nodes(config), cluster.train.processes_per_node
     if config.layout.processes < each and cluster.train.nodes <= 1:
         return problems
@@ -313,11 +311,17 @@ def _ranges(config: Config) -> list[str]:
     for role in ("actor", "critic"):
         if getattr(config.train, role).decay != "constant" and getattr(config.train, role).decay_steps:
             pairs.append((f"train.{role}.warmup_steps", f"train.{role}.decay_steps"))
-    return [f"{low}={flat[low]} exceeds {high}={flat[high]}" for low, high in pairs if flat[low] > flat[high]]
+    problems = [f"{low}={flat[low]} exceeds {high}={flat[high]}" for low, high in pairs if flat[low] > flat[high]]
+    if config.plan.imbalance < 1:
+        problems.append(
+            f"plan.imbalance={config.plan.imbalance}: the fullest rank has at least the mean's rows; from 1 on"
+        )
+    return problems
 
 
 def _engine(config: Config) -> list[str]:
-    engine, model, problems = config.rollout.engine, config.model.architecture, []
+    engine, model = config.rollout.engine, config.model.architecture
+    problems = layout_rules.engine_problems(engine.tensor_parallel, model)
     for word in engine.extra_args:
         name = word.partition("=")[0].partition(" ")[0].replace("_", "-")
         if name.replace("--no-", "--", 1) in OWN_ENGINE_ARGUMENTS:

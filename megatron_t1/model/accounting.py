@@ -20,7 +20,7 @@ from megatron_t1.model.names import HEAD_TENSOR, CheckpointNames, carried_part, 
 from megatron_t1.model.packing import Shape, divides
 from megatron_t1.model.safetensors_io import TRAINED_CODES
 from megatron_t1.model.stored import architecture_from_hf
-from megatron_t1.model.weight_files import INDEX_FILE, read_header, read_index
+from megatron_t1.model.weight_files import INDEX_FILE, SHOWN, has_index, read_entries, read_index, stored_twice
 
 TRAINED, UNUSED = "language model", "unused (tied embeddings)"
 
@@ -90,7 +90,7 @@ def _stored(directory: Path) -> tuple[dict[str, tuple[str, Shape]], int, list[st
     """(type and shape of each tensor, both empty where only the index is there; files read; problems)."""
     paths = sorted(directory.glob("*.safetensors"))
     listed: dict[str, str] = {}
-    if (directory / INDEX_FILE).is_file():
+    if has_index(directory):
         listed = read_index(directory)
         paths = [path for path in paths if path.name in set(listed.values())]
         if not paths:
@@ -101,20 +101,20 @@ def _stored(directory: Path) -> tuple[dict[str, tuple[str, Shape]], int, list[st
             where=str(directory),
             remedy="give a Hugging Face directory; its config.json and index are enough",
         )
-    stored, found = {}, {}
+    stored: dict[str, tuple[str, Shape]] = {}
+    found: dict[str, str] = {}
     problems = [
         f"{name} is listed in the index and missing"
         for name in sorted(set(listed.values()) - {path.name for path in paths})
     ]
     for path in paths:
         try:
-            header = read_header(path)
+            entries = read_entries(path)
         except ValueError as error:
             problems.append(f"{path}: {error}")
             continue
-        problems += [f"{name} is stored in {found[name]} and in {path.name}" for name in header if name in found]
-        found.update(dict.fromkeys(header, path.name))
-        stored.update(header)
+        problems += stored_twice(found, path.name, entries)
+        stored |= {name: (entry.code, entry.shape) for name, entry in entries.items()}
     if listed:
         readable = set(found.values())
         here = {name for name, file in listed.items() if file in readable}
@@ -190,4 +190,4 @@ def _add_shares(shares: dict[str, Fraction], source: Source, size: int) -> None:
 
 
 def _some(what: str, names: list[str]) -> list[str]:
-    return [f"{what} {len(names)} tensors: {', '.join(names[:5])}"] if names else []
+    return [f"{what} {len(names)} tensors: {', '.join(names[:SHOWN])}"] if names else []

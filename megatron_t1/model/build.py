@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_t1.config.families import family_problems
+from megatron_t1.config.families import family_problems, number_problems
 from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig, ModelConfig
 from megatron_t1.errors import ConfigError
 from megatron_t1.model.backend import Backend
@@ -238,11 +238,9 @@ def _hybrid_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 
 def _require_buildable(architecture: ArchitectureConfig, dtype: str) -> None:
-    wrong = family_problems(architecture)
+    wrong = [*family_problems(architecture), *number_problems(architecture)]
     if architecture.vocab_size <= 0:
         wrong.append("vocab_size is 0; read the architecture from the checkpoint's config.json")
-    if not 0 < architecture.num_experts_per_tok <= architecture.num_experts:
-        wrong.append(f"num_experts_per_tok is {architecture.num_experts_per_tok} of {architecture.num_experts} experts")
     if dtype not in DTYPES:
         wrong.append(f"dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if wrong:

@@ -36,7 +36,7 @@ from torch.nn import Module
 
 from megatron_t1 import atomic, sealed
 from megatron_t1.config.schema import ArchitectureConfig
-from megatron_t1.errors import IncompleteError, MismatchError, T1Error
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error, naming
 from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import on_first_rank, together
 from megatron_t1.model.directories import make_empty, publish_directory
@@ -106,7 +106,7 @@ def save_checkpoint(
     # full when rank 0 writes common.pt) would wait for ranks that wait for it. It leaves, and the launcher ends all.
     _write(entries, partial, final)
     on_first_rank(lambda: atomic.write_json(partial / STATE_FILE, state))
-    together(lambda: [_own_path(partial, name).write_bytes(data) for name, data in (own or {}).items()])
+    together(lambda: [_write_own(_own_path(partial, name), data) for name, data in (own or {}).items()])
     files = [file for of_rank in together(lambda: _digest_own(partial)) for file in of_rank]
     identity = {**_identity(bare), "optimizer": optimizer_identity(bare[0].config, optimizer)}
     marker = {"format": FORMAT_VERSION, "core": core_version, **identity, "files": [asdict(file) for file in files]}
@@ -211,6 +211,11 @@ def _marker_digest(marker: dict[str, Any]) -> str:
 
 def _own_path(directory: Path, name: str) -> Path:
     return directory / f"rank_{dist.get_rank()}_{name}"
+
+
+def _write_own(path: Path, data: bytes) -> None:
+    with naming(path):
+        path.write_bytes(data)
 
 
 def _write(entries: dict[str, Any], partial: Path, final: Path) -> None:

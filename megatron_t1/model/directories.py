@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from megatron_t1 import atomic
+from megatron_t1.errors import naming
 
 
 def make_empty(directory: Path) -> None:
@@ -17,9 +18,9 @@ def make_empty(directory: Path) -> None:
 
 def publish_directory(partial: Path, final: Path) -> None:
     """Rename a complete directory to its name; one that had the name before is removed after the exchange."""
-    for path in partial.iterdir():
-        atomic.fsync_path(path)
-    atomic.fsync_path(partial)
+    for path in (*partial.iterdir(), partial):
+        with naming(path):
+            atomic.fsync_path(path)
     replaced = final.with_name(final.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():

@@ -6,7 +6,6 @@ what training doesn't touch, bit for bit, so that it loads wherever the template
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from megatron_t1.errors import ConfigError, MismatchError
 from megatron_t1.model.binding import bind, expected_tensors, require_same_architecture
 from megatron_t1.model.chunks import bare_chunks
 from megatron_t1.model.collective import gather_objects, on_first_rank, together
+from megatron_t1.model.config_json import CONFIG_FILE, read_config
 from megatron_t1.model.directories import make_empty, publish_directory
 from megatron_t1.model.export_jobs import Job, carry_jobs, parameter_jobs
 from megatron_t1.model.mapping import WeightMapping
@@ -33,9 +33,10 @@ from megatron_t1.model.safetensors_io import (
     SafetensorsWriter,
     TensorHeader,
 )
-from megatron_t1.model.stored import CONFIG_FILE, NESTED_CONFIG
-from megatron_t1.model.weight_files import INDEX_FILE, SINGLE_FILE
+from megatron_t1.model.stored import NESTED_CONFIG
+from megatron_t1.model.weight_files import INDEX_FILE, SINGLE_FILE, has_index
 from megatron_t1.phase import WrittenFile
+from megatron_t1.regular import open_regular
 
 MAX_FILE_BYTES = 4 << 30
 MIN_CARRIED_BYTES = 256 << 20  # of tensors carried over by one rank, while there are so many
@@ -70,7 +71,7 @@ def export_hf(
         Every file with its size and SHA-256, on every rank.
 
     Raises:
-        ConfigError: unknown dtype, or `out_dir` doesn't lie below `relative_to`.
+        ConfigError: unknown dtype, or `out_dir` doesn't lie below `relative_to`, or is the template's own.
         MismatchError: the template is of another architecture, or has tensors that would be lost.
         IncompleteError: the template's weights are damaged.
         T1Error: a rank couldn't write.
@@ -83,6 +84,12 @@ def export_hf(
         raise ConfigError(f"unknown dtype {dtype!r}", where="model.dtype", remedy="use float32 or bfloat16")
     if not out.is_relative_to(base):
         raise ConfigError(f"the export lies outside {base}", where=str(out))
+    if out == template_path or out in template_path.parents:
+        raise ConfigError(
+            "the export would replace the checkpoint that it takes names, settings and untrained tensors from",
+            where=str(out),
+            remedy="export to another directory",
+        )
     together(lambda: require_same_architecture(chunks, template_path, "policy"))
     with ExitStack() as stack:
         jobs: list[Job] = []
@@ -122,7 +129,7 @@ class _Template:
     @classmethod
     def open(cls, directory: Path, chunk: Module, stack: ExitStack) -> _Template:
         """Raise MismatchError when the template has tensors that neither the model nor a copy would give."""
-        if not any((directory / name).is_file() for name in (INDEX_FILE, SINGLE_FILE)):
+        if not has_index(directory) and not (directory / SINGLE_FILE).exists():
             names = CheckpointNames()
             return cls(names, expected_tensors(chunk, names), [], None, WeightMapping(chunk.architecture, names))
         weights = stack.enter_context(SafetensorsDirectory(directory))
@@ -213,9 +220,10 @@ def _finish(
     weight_map = {name: file for file, name, _ in tensors}
     atomic.write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     names = {path.name for pattern in TEMPLATE_PATTERNS for path in template.glob(pattern)}
-    for name in sorted(names - {INDEX_FILE, CONFIG_FILE}):
-        shutil.copyfile(template / name, partial / name)
-    settings = json.loads((template / CONFIG_FILE).read_text())
+    for name in sorted(name for name in names - {CONFIG_FILE} if not name.endswith(".index.json")):
+        with open_regular(template / name) as source, open(partial / name, "wb") as target:
+            shutil.copyfileobj(source, target)
+    settings = read_config(template / CONFIG_FILE)
     _set_type(settings, str(dtype).removeprefix("torch."))
     atomic.write_json(partial / CONFIG_FILE, settings)
     return [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_t1 import atomic
-from megatron_t1.config.families import family_problems
+from megatron_t1.config.families import family_problems, layer_types, number_problems
 from megatron_t1.config.schema import ArchitectureConfig, ModelConfig
 from megatron_t1.errors import ConfigError, T1Error
 from megatron_t1.model.initial_tokenizer import END_OF_TEXT, END_OF_TURN, chat_template, train_tokenizer
@@ -21,6 +21,16 @@ from megatron_t1.model.initial_weights import write_weights
 
 VOCAB_MULTIPLE = 64  # vLLM's CPU kernels and tensor parallelism want round embedding shapes
 DTYPES = ("float32", "bfloat16")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+)
 
 
 def create_initial_model(out_dir: str | Path, config: ModelConfig, seed: int, corpus: Iterable[str]) -> Path:
@@ -89,27 +99,11 @@ def create_initial_model(out_dir: str | Path, config: ModelConfig, seed: int, co
 def architecture_problems(architecture: ArchitectureConfig, dtype: str) -> list[str]:
     """Why no start model can be made of these numbers; empty when one can."""
     a = architecture
-    problems = family_problems(a)
+    problems = [f"{name} is {getattr(a, name)}: must be at least 1" for name in SIZES if getattr(a, name) < 1]
+    if not problems:
+        problems = [*family_problems(a), *number_problems(a)]
     if dtype not in DTYPES:
         problems.append(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
-    for name in (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_experts_per_tok",
-    ):
-        if getattr(a, name) < 1:
-            problems.append(f"{name} is {getattr(a, name)}: must be at least 1")
-    if a.num_key_value_heads > 0 and a.num_attention_heads % a.num_key_value_heads:
-        problems.append(f"num_attention_heads {a.num_attention_heads} isn't a multiple of {a.num_key_value_heads}")
-    if a.num_experts_per_tok > a.num_experts:
-        problems.append(f"num_experts_per_tok {a.num_experts_per_tok} of only {a.num_experts} experts")
-    if a.head_dim % 2:
-        problems.append(f"head_dim {a.head_dim} is odd: rotary embeddings need pairs")
     if a.vocab_size % VOCAB_MULTIPLE:
         problems.append(f"vocab_size {a.vocab_size} isn't a multiple of {VOCAB_MULTIPLE}")
     if a.mtp_num_hidden_layers:
@@ -170,10 +164,7 @@ def _hybrid_settings(a: ArchitectureConfig) -> dict[str, Any]:
         "model_type": "qwen3_5_moe_text",
         "attn_output_gate": True,
         "full_attention_interval": a.full_attention_interval,
-        "layer_types": [
-            "linear_attention" if (layer + 1) % a.full_attention_interval else "full_attention"
-            for layer in range(a.num_hidden_layers)
-        ],
+        "layer_types": layer_types(a),
         "linear_conv_kernel_dim": a.linear_conv_kernel_dim,
         "linear_key_head_dim": a.linear_key_head_dim,
         "linear_num_key_heads": a.linear_num_key_heads,

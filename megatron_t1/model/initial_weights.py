@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_t1 import atomic
+from megatron_t1.config.families import has_full_attention
 from megatron_t1.config.schema import ArchitectureConfig
 from megatron_t1.errors import T1Error
 
@@ -24,8 +25,7 @@ def tensor_shapes(a: ArchitectureConfig, vocab_size: int) -> Iterator[tuple[str,
     for layer in range(a.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
-        full = (layer + 1) % a.full_attention_interval == 0
-        yield from (_attention_shapes if full else _delta_net_shapes)(a, prefix)
+        yield from (_attention_shapes if has_full_attention(a, layer) else _delta_net_shapes)(a, prefix)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         yield f"{prefix}.mlp.gate.weight", (a.num_experts, hidden)
         for expert in range(a.num_experts):

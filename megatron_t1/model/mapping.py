@@ -15,12 +15,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_t1.config.families import FULL, LINEAR, layer_types
 from megatron_t1.config.schema import ArchitectureConfig
 from megatron_t1.model.names import HEAD_TENSOR, CheckpointNames, carried_part
 from megatron_t1.model.packing import Columns, GroupedQkv, Packing, Rows, Shape, Stacked, Whole
 
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)\.weight|(\w+)\.weight(\d+))")
-_FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,6 @@ class _Entry:
     fused_parameter: str = ""
 
 
-def layer_types(architecture: ArchitectureConfig) -> list[str]:
-    """Of each layer, as Hugging Face calls them: "full_attention" or "linear_attention" (gated delta net)."""
-    interval = max(1, architecture.full_attention_interval)
-    return [_LINEAR if (layer + 1) % interval else _FULL for layer in range(architecture.num_hidden_layers)]
-
-
 class WeightMapping:
     """The table of one architecture. Layer and expert numbers given to it are global and start at 0.
 
@@ -74,8 +68,8 @@ class WeightMapping:
         self.layer_types = layer_types(architecture)
         self._model = _model_entries(architecture)
         self._layer = {
-            _FULL: _attention_entries(architecture) + _moe_entries(architecture),
-            _LINEAR: _delta_net_entries(architecture) + _moe_entries(architecture),
+            FULL: _attention_entries(architecture) + _moe_entries(architecture),
+            LINEAR: _delta_net_entries(architecture) + _moe_entries(architecture),
         }
         self._expert = _expert_entries(architecture, self.names.fused_experts)
         self._by_name = {kind: _by_parameter(entries) for kind, entries in self._layer.items()}

@@ -81,7 +81,7 @@ def require_harmless_pickle(path: Path) -> None:
     """
     try:
         names = imported_names(path.read_bytes())
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise IncompleteError(
             f"the checkpoint's metadata can't be read: {error}", where=str(path), remedy="load an older checkpoint"
         ) from error
@@ -115,10 +115,8 @@ def require_harmless_checkpoint(directory: Path, known: Collection[str]) -> None
     require_harmless_pickle(directory / ".metadata")
     if (directory / "common.pt").exists():
         _require_plain_objects((directory / "common.pt").read_bytes(), directory / "common.pt")
-    with open(directory / ".metadata", "rb") as file:
-        metadata = pickle.load(file)
-    stored = getattr(metadata, "storage_data", None) or {}
-    foreign = sorted({str(info.relative_path) for info in stored.values()} - set(known))
+    stored, kinds = _entries(directory / ".metadata")
+    foreign = sorted({info.relative_path for info in stored.values()} - set(known))
     if foreign:
         raise T1Error(
             f"the checkpoint's metadata refers to {', '.join(foreign[:5])}, which is none of its files",
@@ -127,8 +125,38 @@ def require_harmless_checkpoint(directory: Path, known: Collection[str]) -> None
         )
     objects = torch.distributed.checkpoint.metadata.BytesStorageMetadata
     for index, info in stored.items():
-        if isinstance(metadata.state_dict_metadata.get(index.fqn), objects):
+        if isinstance(kinds.get(index.fqn), objects):
             _require_plain_objects(_part(directory / info.relative_path, info), directory / info.relative_path)
+
+
+def _entries(path: Path) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Where each entry lies, and what kind each name is, of a metadata file that imports nothing it shouldn't.
+
+    Raises:
+        IncompleteError: it isn't made of what its names say.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    try:
+        with open(path, "rb") as file:
+            metadata = pickle.load(file)
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        stored, kinds = metadata.storage_data or {}, metadata.state_dict_metadata
+        for index, info in stored.items():
+            sizes = (info.offset, info.length) if isinstance(info, _StorageInfo) else ()
+            if not (isinstance(index, MetadataIndex) and sizes and isinstance(info.relative_path, str)):
+                raise TypeError(f"it has an entry of type {type(info).__name__}")
+            if not all(type(size) is int and size >= 0 for size in sizes):
+                raise ValueError(f"{index.fqn} lies at {info.offset!r} and has {info.length!r} bytes")
+        return stored, dict(kinds)
+    except Exception as error:  # whatever an unpickler of harmless names may meet
+        raise IncompleteError(
+            f"the checkpoint's metadata can't be read: {type(error).__name__}: {error}",
+            where=str(path),
+            remedy="load an older checkpoint",
+        ) from error
 
 
 def _part(path: Path, info: Any) -> bytes:

@@ -16,8 +16,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_t1.errors import IncompleteError, MismatchError
-from megatron_t1.model.weight_files import INDEX_FILE, SINGLE_FILE, read_index
+from megatron_t1.model.weight_files import (
+    INDEX_FILE,
+    SHOWN,
+    SINGLE_FILE,
+    has_index,
+    read_entries,
+    read_index,
+    stored_twice,
+)
 from megatron_t1.phase import WrittenFile
+from megatron_t1.safetensors_header import METADATA, HeaderEntry
 
 TRAINED_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what weights are trained in
 CODES = {
@@ -29,6 +38,9 @@ CODES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -52,15 +64,20 @@ class TensorHeader:
 class SafetensorsDirectory:
     """The tensors of a Hugging Face directory, with or without an index; files are opened when first needed.
 
+    Attributes:
+        files: tensor name -> file name.
+
     Raises:
-        IncompleteError: no weights, an unreadable index, or a file that is missing or damaged.
+        IncompleteError: no weights, an unreadable index, a file that is missing or damaged, or a tensor that is stored
+            twice.
     """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-        self.files = self._find()  # tensor name -> file name
+        self._entries: dict[str, HeaderEntry] = {}
+        self.files = self._find()
 
     def __enter__(self) -> SafetensorsDirectory:
         return self
@@ -70,41 +87,49 @@ class SafetensorsDirectory:
         self._open.clear()
 
     def _find(self) -> dict[str, str]:
-        index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
-        if index.is_file():
-            files = read_index(self.directory)
-            stored = {name: file for file in sorted(set(files.values())) for name in self._file(file).keys()}
-            wrong = sorted(name for name in files.keys() | stored.keys() if files.get(name) != stored.get(name))
+        if has_index(self.directory):
+            listed = read_index(self.directory)
+            stored = self._read_headers(sorted(set(listed.values())))
+            wrong = sorted(name for name in listed.keys() | stored.keys() if listed.get(name) != stored.get(name))
             if wrong:
-                raise IncompleteError(
-                    f"index and files disagree about {len(wrong)} tensors: {', '.join(wrong[:5])}",
-                    where=str(index),
-                    remedy="export or download the checkpoint again",
-                )
-            return files
-        if single.is_file():
-            return dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+                raise self._broken(INDEX_FILE, f"index and files disagree about {len(wrong)} tensors: {wrong[:SHOWN]}")
+            return listed
+        if (self.directory / SINGLE_FILE).exists():
+            return self._read_headers([SINGLE_FILE])
         raise IncompleteError(
             f"neither {INDEX_FILE} nor {SINGLE_FILE} is there",
             where=str(self.directory),
             remedy="give a directory with safetensors weights",
         )
 
+    def _read_headers(self, names: list[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name in names:
+            try:
+                entries = read_entries(self.directory / name)
+            except ValueError as error:
+                raise self._broken(name, f"a file of the weights can't be read: {error}") from error
+            if twice := stored_twice(found, name, entries):
+                raise self._broken(name, twice[0])
+            self._entries |= entries
+        return found
+
+    def _broken(self, name: str, problem: str) -> IncompleteError:
+        return IncompleteError(
+            problem, where=str(self.directory / name), remedy="export or download the checkpoint again"
+        )
+
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            path = self.directory / name
             try:
-                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+                opened = safe_open(self.directory / name, framework="pt")
             except Exception as error:  # the library raises its own and OSError
-                raise IncompleteError(
-                    f"a file of the weights can't be read: {error}",
-                    where=str(path),
-                    remedy="export or download the checkpoint again",
-                ) from error
+                raise self._broken(name, f"a file of the weights can't be read: {error}") from error
+            self._open[name] = self._stack.enter_context(opened)
         return self._open[name]
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        return tuple(self._file(self.files[tensor]).get_slice(tensor).get_shape())
+        return self._entries[tensor].shape
 
     def header(self, tensor: str) -> TensorHeader:
         """Shape and type of a tensor.
@@ -112,7 +137,7 @@ class SafetensorsDirectory:
         Raises:
             MismatchError: a type that isn't known here.
         """
-        code = self._file(self.files[tensor]).get_slice(tensor).get_dtype()
+        code = self._entries[tensor].code
         if code not in _TYPES:
             raise self._type_error(tensor, code)
         return TensorHeader(tensor, self.shape(tensor), _TYPES[code])
@@ -170,7 +195,7 @@ class SafetensorsWriter:
         self._hash = hashlib.sha256()
         self.size = 0
         self._left = [[tensor, torch.Size(tensor.shape).numel()] for tensor in reversed(tensors)]  # elements to come
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {METADATA: {"format": "pt"}}
         offset = 0
         for tensor in tensors:
             end = offset + tensor.bytes

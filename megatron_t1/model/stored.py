@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_t1.config.families import FULL, LINEAR, family_problems, number_problems
 from megatron_t1.config.schema import ArchitectureConfig, ModelConfig
 from megatron_t1.errors import ConfigError, IncompleteError, MismatchError
+from megatron_t1.model.config_json import CONFIG_FILE, Fields, read_config, shown
 
-CONFIG_FILE = "config.json"
 NESTED_CONFIG = "text_config"  # the language model's part of a vision-language model's config.json
 
 # Numbers that change no shape and no computation of what is trained.
@@ -54,7 +54,7 @@ def model_differences(model: ModelConfig) -> list[str]:
 
 def stored_dtype(hf_dir: str | Path) -> str:
     """The dtype that config.json states; "" where it states none."""
-    raw = _read(Path(hf_dir) / CONFIG_FILE)
+    raw = read_config(Path(hf_dir) / CONFIG_FILE)
     raw = {**_text_config(raw), **raw}
     return str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
 
@@ -66,135 +66,168 @@ class _Family:
     name: str
     fixed: dict[str, Any]  # what Megatron is told to compute
     defaults: dict[str, Any]
-    rope_defaults: dict[str, Any]
+    rope_defaults: dict[str, float]
 
 
-_COMMON_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_only_layers": []}
+_COMMON_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_only_layers": [], "quantization_config": {}}
 _QWEN3_MOE = _Family(
     "qwen3_moe",
     fixed={**_COMMON_FIXED, "norm_topk_prob": True, "decoder_sparse_step": 1, "use_sliding_window": False},
-    defaults={"norm_topk_prob": False, "tie_word_embeddings": False, "head_dim": None},
+    defaults={"norm_topk_prob": False},
     rope_defaults={"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 )
 _QWEN3_5_MOE = _Family(
     "qwen3_5_moe",
     fixed={**_COMMON_FIXED, "attn_output_gate": True},
-    defaults={"tie_word_embeddings": False, "head_dim": None, "intermediate_size": 0},
+    defaults={"intermediate_size": 0},
     rope_defaults={"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 )
 _FAMILIES = {"qwen3_moe": _QWEN3_MOE, "qwen3_5_moe": _QWEN3_5_MOE, "qwen3_5_moe_text": _QWEN3_5_MOE}
-_DELTA_NET_FIELDS = (
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+)
+_DELTA_NET_SIZES = (
+    "shared_expert_intermediate_size",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")  # may stand beside a vision-language model's text_config
+MOST_EXPERTS = 1_000_000  # of all layers: far more than any model's, and few enough to be counted through
 
 
 def architecture_from_hf(hf_dir: str | Path) -> ArchitectureConfig:
     """Read config.json of a Hugging Face directory; of a vision-language model the language model's numbers.
 
     Raises:
-        IncompleteError: no readable config.json, or a number is missing in it.
-        ConfigError: another model_type, or an option that Megatron isn't told to compute.
+        IncompleteError: no readable config.json, or something is missing in it.
+        ConfigError: another model_type, an option that Megatron isn't told to compute, or values that no model can
+            have, by themselves or together; all are listed.
     """
     path = Path(hf_dir) / CONFIG_FILE
-    whole = _read(path)
-    family = _FAMILIES.get(str(whole.get("model_type")))
+    whole = read_config(path)
+    model_type = whole.get("model_type")
+    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ConfigError(
-            f"model_type is {whole.get('model_type')!r}; known: {', '.join(map(repr, _FAMILIES))}",
+            f"model_type is {shown(model_type)}; known: {', '.join(map(repr, _FAMILIES))}",
             where=str(path),
             remedy="start from a Qwen3-MoE or Qwen3.5-MoE checkpoint",
         )
     raw = _text_config(whole) or whole
-    given = {**family.defaults, **{key: whole[key] for key in ("tie_word_embeddings",) if key in whole}, **raw}
-    if "num_local_experts" in raw:  # as transformers 5 writes it
-        given.setdefault("num_experts", raw["num_local_experts"])
-    # transformers 5 writes rope_parameters; earlier ones rope_theta and rope_scaling.
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    if problems := _unsupported(given, rope, family):
-        raise ConfigError(
-            "the checkpoint has options that can't be built:\n  - " + "\n  - ".join(problems), where=str(path)
-        )
-    rope = {name: rope.get(name, raw.get(name, default)) for name, default in family.rope_defaults.items()}
-    try:
-        return ArchitectureConfig(
-            family=family.name,
-            vocab_size=int(given["vocab_size"]),
-            hidden_size=int(given["hidden_size"]),
-            num_hidden_layers=int(given["num_hidden_layers"]),
-            num_attention_heads=int(given["num_attention_heads"]),
-            num_key_value_heads=int(given["num_key_value_heads"]),
-            head_dim=int(given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]),
-            intermediate_size=int(given["intermediate_size"]),
-            moe_intermediate_size=int(given["moe_intermediate_size"]),
-            num_experts=int(given["num_experts"]),
-            num_experts_per_tok=int(given["num_experts_per_tok"]),
-            rope_theta=float(rope["rope_theta"]),
-            partial_rotary_factor=float(rope["partial_rotary_factor"]),
-            rms_norm_eps=float(given["rms_norm_eps"]),
-            max_position_embeddings=int(given["max_position_embeddings"]),
-            tie_word_embeddings=bool(given["tie_word_embeddings"]),
-            initializer_range=float(given.get("initializer_range", 0.02)),
-            **(_hybrid_numbers(given) if family is _QWEN3_5_MOE else {}),
-        )
-    except KeyError as error:
-        raise IncompleteError(f"{error} is missing", where=str(path), remedy="give a complete config.json") from error
-    except (TypeError, ValueError) as error:
+    above = {name: whole[name] for name in _OF_THE_WHOLE if name in whole}
+    given = Fields({**family.defaults, **_without_nulls(above), **_without_nulls(raw)})
+    unsupported = _unsupported(given, family)
+    read = _architecture(given, family)
+    if given.missing:
         raise IncompleteError(
-            f"a value is no number: {error}", where=str(path), remedy="give a complete config.json"
-        ) from error
+            f"{', '.join(given.missing)}: missing", where=str(path), remedy="give a complete config.json"
+        )
+    problems = given.problems + unsupported
+    if problems := problems or family_problems(read) + number_problems(read) + _size_problems(read):
+        raise ConfigError(
+            "the checkpoint has options that can't be built:\n  - " + "\n  - ".join(problems),
+            where=str(path),
+            remedy="give a checkpoint of a supported architecture, with the config.json it was published with",
+        )
+    return read
 
 
-def _unsupported(given: dict[str, Any], rope: dict[str, Any], family: _Family) -> list[str]:
+def _architecture(given: Fields, family: _Family) -> ArchitectureConfig:
+    """The numbers; what is missing or wrong is noted in `given`."""
+    sizes = {name: given.size(name) for name in _SIZES}
+    if family is _QWEN3_5_MOE:
+        sizes |= {name: given.size(name) for name in _DELTA_NET_SIZES}
+        sizes["full_attention_interval"] = _interval(given, sizes["num_hidden_layers"])
+        sizes["mtp_num_hidden_layers"] = given.size("mtp_num_hidden_layers", 0, least=0)
+    return ArchitectureConfig(
+        family=family.name,
+        **sizes,
+        head_dim=given.size("head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"])),
+        intermediate_size=given.size("intermediate_size", least=0),
+        num_experts=_experts(given),
+        **_rotary(given, family),
+        rms_norm_eps=given.number("rms_norm_eps"),
+        tie_word_embeddings=given.flag("tie_word_embeddings", False),
+        initializer_range=given.number("initializer_range", 0.02),
+    )
+
+
+def _experts(given: Fields) -> int:
+    """transformers 5 writes num_local_experts."""
+    names = [name for name in ("num_experts", "num_local_experts") if name in given.values]
+    counts = [given.size(name) for name in names or ["num_experts"]]
+    if len({*counts}) > 1:
+        given.problems.append(f"num_experts is {counts[0]} and num_local_experts {counts[1]}")
+    return counts[0]
+
+
+def _rotary(given: Fields, family: _Family) -> dict[str, float]:
+    """transformers 5 writes rope_parameters; earlier ones rope_theta and rope_scaling."""
+    inner = Fields(_without_nulls({**given.part("rope_scaling"), **given.part("rope_parameters")}))
+    kind = inner.values.get("rope_type", inner.values.get("type", "default"))
+    if kind != "default":
+        given.problems.append(f"rope type is {shown(kind)}, and only 'default' is supported")
+    found = {}
+    for name, default in family.rope_defaults.items():
+        limit = {"most": 1.0} if name == "partial_rotary_factor" else {}
+        outer = given.number(name, default, **limit)
+        found[name] = inner.number(name, outer, **limit)
+        if name in given.values and found[name] != outer and not inner.problems:
+            given.problems.append(f"{name} is {outer:g}, and {found[name]:g} among the rope parameters")
+    given.problems += inner.problems
+    return found
+
+
+def _unsupported(given: Fields, family: _Family) -> list[str]:
     problems = [
-        f"{key} is {given[key]!r}, and only {value!r} is supported"
-        for key, value in family.fixed.items()
-        if key in given and given[key] != value
+        f"{name} is {shown(given.values[name])}, and only {value!r} is supported"
+        for name, value in family.fixed.items()
+        if name in given.values and given.values[name] != value
     ]
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        problems.append(f"rope type is {rope_type!r}, and only 'default' is supported")
-    if family is _QWEN3_5_MOE and given.get("layer_types") and not _interval(given["layer_types"]):
-        problems.append(f"layer_types is {given['layer_types']!r}, and only full attention in every n-th layer is")
+    if family is _QWEN3_MOE and (other := {*given.names("layer_types")} - {FULL}):
+        problems.append(f"layer_types has {', '.join(map(shown, sorted(other)))}, and only {FULL} is supported")
     return problems
 
 
-def _hybrid_numbers(given: dict[str, Any]) -> dict[str, int]:
-    """What a hybrid model has besides."""
-    layer_types = given.get("layer_types")
-    return {
-        "shared_expert_intermediate_size": int(given["shared_expert_intermediate_size"]),
-        "full_attention_interval": _interval(layer_types) if layer_types else int(given["full_attention_interval"]),
-        "mtp_num_hidden_layers": int(given.get("mtp_num_hidden_layers") or 0),
-        **{name: int(given[name]) for name in _DELTA_NET_FIELDS},
-    }
+def _interval(given: Fields, layers: int) -> int:
+    """n for full attention in every n-th layer and in no other, by either option."""
+    types, interval = given.names("layer_types"), given.values.get("full_attention_interval")
+    if not types:
+        return given.size("full_attention_interval")
+    n = types.index(FULL) + 1 if FULL in types else 0
+    expected = [FULL if n and (layer + 1) % n == 0 else LINEAR for layer in range(len(types))]
+    if not n or types != expected:
+        given.problems.append(
+            f"layer_types is {shown(types)}, and only full attention in every n-th layer is supported"
+        )
+    elif len(types) != layers:
+        given.problems.append(f"layer_types are of {len(types)} layers, and num_hidden_layers is {layers}")
+    elif interval not in (None, n):
+        given.problems.append(f"full_attention_interval is {shown(interval)}, and {n} by layer_types")
+    return n
 
 
-def _interval(layer_types: list[str]) -> int:
-    """n for full attention in every n-th layer and in no other; 0 for any other order."""
-    if "full_attention" not in layer_types:
-        return 0
-    n = layer_types.index("full_attention") + 1
-    expected = ["full_attention" if (layer + 1) % n == 0 else "linear_attention" for layer in range(len(layer_types))]
-    return n if list(layer_types) == expected else 0
+def _size_problems(a: ArchitectureConfig) -> list[str]:
+    if a.num_hidden_layers * a.num_experts <= MOST_EXPERTS:
+        return []
+    return [f"num_hidden_layers={a.num_hidden_layers} x num_experts={a.num_experts}: no model has so many experts"]
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a vision-language model's configuration; empty for a text model's."""
     text = raw.get(NESTED_CONFIG)
     return text if isinstance(text, dict) else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-        if not isinstance(raw, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
-        raise IncompleteError(
-            f"no readable config.json: {error}", where=str(path), remedy="give a Hugging Face model directory"
-        ) from error
-    return raw

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron_t1.errors import IncompleteError
+from megatron_t1.regular import open_regular
+from megatron_t1.safetensors_header import HeaderEntry, read_header
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a checkpoint without an index
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+SHOWN = 5  # names in a message
 
 
 def weight_problems(model_dir: str | Path) -> list[str]:
@@ -17,14 +22,51 @@ def weight_problems(model_dir: str | Path) -> list[str]:
     directory = Path(model_dir)
     names = {path.name for path in directory.glob("*.safetensors")}
     problems = []
-    if (directory / INDEX_FILE).is_file():
+    if has_index(directory):
         try:
             listed = set(read_index(directory).values())
         except IncompleteError as error:
             return [f"{error.where}: {error.problem}"]
         problems += [f"{directory / INDEX_FILE} lists {name}, which is missing" for name in sorted(listed - names)]
         names &= listed
-    return problems + [f"{directory / name}: {wrong}" for name in sorted(names) if (wrong := _damage(directory / name))]
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        try:
+            entries = read_entries(directory / name)
+        except ValueError as error:
+            problems.append(f"{directory / name}: {error}")
+            continue
+        problems += stored_twice(found, name, entries)
+    return problems
+
+
+def stored_twice(found: dict[str, str], file: str, tensors: Iterable[str]) -> list[str]:
+    """A line where tensors of `file` are in an earlier one too; they are noted in `found`, tensor -> file."""
+    twice = [name for name in tensors if name in found]
+    wrong = [f"{len(twice)} tensors of {file} are in another file too: {', '.join(twice[:SHOWN])}"] if twice else []
+    found |= {name: file for name in tensors}
+    return wrong
+
+
+def has_index(directory: Path) -> bool:
+    """Whether a directory has an index, of whatever kind the file is."""
+    return os.path.lexists(directory / INDEX_FILE)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        ValueError: it can't be read, isn't a regular file, or holds no object.
+    """
+    try:
+        with open_regular(path) as file:
+            value = json.loads(file.read())
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, not an object")
+    return value
 
 
 def read_index(directory: Path) -> dict[str, str]:
@@ -35,48 +77,32 @@ def read_index(directory: Path) -> dict[str, str]:
     """
     index = directory / INDEX_FILE
     try:
-        files = json.loads(index.read_bytes())["weight_map"]
-        if not files or not all(isinstance(name, str) and Path(name).name == name for name in files.values()):
-            raise ValueError("weight_map names no files, or files outside its directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise ValueError("weight_map names no files")
+        if strange := [name for name in files.values() if not _is_plain(name)]:
+            raise ValueError(
+                f"weight_map names files outside its directory, or no safetensors files: {strange[:SHOWN]}"
+            )
+    except ValueError as error:
         raise IncompleteError(
             f"no readable index: {error}", where=str(index), remedy="export or download the checkpoint again"
         ) from error
-    return dict(files)
+    return files
 
 
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(type code, shape) of every tensor in a safetensors file.
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and not {"/", "\0"} & set(name)
+
+
+def read_entries(path: Path) -> dict[str, HeaderEntry]:
+    """Every tensor in a safetensors file, by its header.
 
     Raises:
-        ValueError: the file is no safetensors file, or cut off.
+        ValueError: the file is no safetensors file, is cut off, or can't be read.
     """
-    if damage := _damage(path):
-        raise ValueError(damage)
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        code, shape = entry.get("dtype"), entry.get("shape")
-        if not isinstance(code, str) or not isinstance(shape, list) or not all(type(size) is int for size in shape):
-            raise ValueError(f"its header has no type or shape of {name}")
-        tensors[name] = (code, tuple(shape))
-    return tensors
-
-
-def _damage(path: Path) -> str:
-    """What is wrong with one file by its header and size; "" when nothing is."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            return f"not a safetensors file, or cut off ({size} bytes)"
-        try:
-            header = json.loads(file.read(length))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            return f"its header can't be read: {error}"
-    expected = 8 + length + end
-    return "" if size == expected else f"{size} bytes, its header says {expected}: it was cut off or changed"
+    try:
+        with open_regular(path) as file:
+            return read_header(file, os.fstat(file.fileno()).st_size)[1]
+    except OSError as error:
+        raise ValueError(f"can't be read: {error.strerror or error}") from error

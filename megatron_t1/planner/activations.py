@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_t1.config.dtypes import WIDTHS
+from megatron_t1.config.families import has_full_attention
 from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
-from megatron_t1.planner.parameters import chunks_of, has_full_attention
+from megatron_t1.planner.parameters import chunks_of
 from megatron_t1.trajectory.routes import route_row_bytes
 
 DELTA_CHUNK = 64  # tokens that the gated delta rule's kernels take at a time
@@ -169,6 +170,8 @@ def stage_activations(
         layer = max(layer.experts + layer.backward for layer in layers.values())
     else:
         kept, layer = flying * each * mean, max(layer.backward for layer in layers.values())
+    if layout.pipeline > 1 and not work.fused:  # what was sent on stays: the CPU's schedules don't deallocate it
+        kept += flying * hidden
     ends = hidden * (chunks[0].is_first + (2 if work.fused else 3) * chunks[-1].is_last)
     head = _head_bytes(a, layout, dtype, role, work, chunk=chunk) if chunks[-1].is_last else 0
     return StageActivations(

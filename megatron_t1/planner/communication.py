@@ -7,8 +7,8 @@ gradients happens once for each optimizer step.
 from __future__ import annotations
 
 from megatron_t1.config.dtypes import WIDTHS
+from megatron_t1.config.families import has_full_attention
 from megatron_t1.config.schema import ArchitectureConfig, Config, LayoutConfig, PlanConfig
-from megatron_t1.planner.parameters import has_full_attention
 
 NODE = 8  # GPUs that see each other over NVLink
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from megatron_t1.config.dtypes import WIDTHS
+from megatron_t1.config.families import has_full_attention
+from megatron_t1.config.layout_rules import engine_problems
 from megatron_t1.config.schema import ArchitectureConfig, Config
 from megatron_t1.planner.activations import Workload, stage_activations
 from megatron_t1.planner.hardware import GIB
-from megatron_t1.planner.parameters import fullest_rank, has_full_attention, total_parameters
+from megatron_t1.planner.parameters import fullest_rank, total_parameters
 from megatron_t1.planner.storage import record_bytes
 from megatron_t1.planner.work import Volume, micro_batches
 
 ROLE_OF = {"critic": "value", "actor": "policy", "export": "policy"}
 TRAINED = ("critic", "actor")
 ENGINE_SHARE = 0.9  # of a GPU's memory that vLLM takes for itself when nothing else is said
+MOST_ENGINE = 64  # GPUs of an engine that is proposed
+STATES = 2  # of a sequence in each gated delta net
 ENGINE_BATCH = 8192  # tokens that it computes at a time, by default
 
 
@@ -103,12 +107,15 @@ def cache_bytes_per_token(a: ArchitectureConfig, dtype: str, tensor: int) -> int
 
 
 def state_bytes_per_sequence(a: ArchitectureConfig, dtype: str, tensor: int) -> int:
-    """Of the gated delta nets, whatever a sequence's length: the state in float32, the convolution's last inputs."""
+    """Of the gated delta nets, whatever a sequence's length: the state in float32, the convolution's last inputs.
+
+    With prefix caching vLLM keeps the state at the last block's end beside the running one (its `MambaSpec`, "align").
+    """
     layers = sum(not has_full_attention(a, layer) for layer in range(a.num_hidden_layers))
     key, value = a.linear_num_key_heads * a.linear_key_head_dim, a.linear_num_value_heads * a.linear_value_head_dim
     state = a.linear_num_value_heads * a.linear_key_head_dim * a.linear_value_head_dim * 4
     convolution = (2 * key + value) * max(0, a.linear_conv_kernel_dim - 1) * WIDTHS[dtype]
-    return layers * (state + convolution) // tensor
+    return STATES * layers * (state + convolution) // tensor
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,11 @@ class EngineRoom:
     per_token: int
     per_sequence: int
     replicas: int
+
+    def in_flight(self, config: Config) -> int:
+        """Episodes of one engine at a time, as long as there is room: no more than its share of the iteration's."""
+        share = -(-Volume.of(config).trajectories // self.replicas)
+        return min(config.rollout.concurrency, config.rollout.engine.max_num_seqs, share)
 
     def sequences(self, length: float) -> int:
         """That fit at once when each has `length` tokens."""
@@ -161,7 +173,7 @@ def rollout_memory(config: Config, memory: int) -> PhaseMemory:
     """Of an engine on GPUs with `memory` bytes; the cache is what the sequences in flight take at their mean length."""
     room, volume, limit = engine_room(config, memory), Volume.of(config), config.rollout.max_context
     at_mean, at_full = room.sequences(volume.mean_tokens), room.sequences(limit)
-    wanted = min(config.rollout.engine.max_num_seqs, config.rollout.concurrency)
+    wanted = room.in_flight(config)
     fitting = min(wanted, at_mean)
     cache = int(fitting * (volume.mean_tokens * room.per_token + room.per_sequence))
     notes = [
@@ -169,15 +181,23 @@ def rollout_memory(config: Config, memory: int) -> PhaseMemory:
         f"GPU for sequences: {at_mean} of mean length or {at_full} of full length ({limit} tokens)"
     ]
     if 0 < at_mean < wanted:
-        notes.append(f"{wanted} episodes per engine are in flight: vLLM would preempt some; {at_mean} fit on average")
+        notes.append(f"{wanted} episodes of each engine are in flight: vLLM preempts some, as {at_mean} fit on average")
     shortage = ""
     if at_full < 1:
-        shortage = (
-            f"no trajectory of rollout.max_context={limit} tokens fits beside the weights; raise "
-            "rollout.engine.tensor_parallel"
-        )
+        shortage = f"no trajectory of rollout.max_context={limit} tokens fits beside the weights"
     terms = {"weights": room.weights, "cache and states": cache, "workspace": room.workspace}
     return PhaseMemory("rollout", terms, (sum(terms.values()),), tuple(notes), shortage)
+
+
+def smallest_engine(config: Config, memory: int) -> int:
+    """GPUs of the smallest engine in which a rollout fits; 0 where none of up to MOST_ENGINE has room."""
+    rollout = config.rollout
+    for tensor in range(1, MOST_ENGINE + 1):
+        engine = replace(rollout.engine, tensor_parallel=tensor)
+        trial = replace(config, rollout=replace(rollout, engine=engine))
+        if not engine_problems(tensor, config.model.architecture) and not rollout_memory(trial, memory).problem(memory):
+            return tensor
+    return 0
 
 
 def host_bytes(config: Config) -> int:

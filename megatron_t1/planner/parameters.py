@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from megatron_t1.config.dtypes import WIDTHS
+from megatron_t1.config.families import has_full_attention
 from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
 from megatron_t1.planner.bytes import RankBytes, buffer_elements, shard_elements
 
@@ -66,11 +67,6 @@ def chunks_of(architecture: ArchitectureConfig, layout: LayoutConfig, stage: int
         number = virtual * layout.pipeline + stage
         found.append(Chunk(range(number * each, (number + 1) * each), number == 0, number == parts - 1))
     return found
-
-
-def has_full_attention(architecture: ArchitectureConfig, layer: int) -> bool:
-    """Whether a layer (from 0) attends to the whole sequence, and isn't a gated delta net."""
-    return (layer + 1) % architecture.full_attention_interval == 0
 
 
 def chunk_parameters(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
 
 from megatron_t1.config.schema import Config
 from megatron_t1.planner.hardware import AUTO, GIB, Gpu, find_gpu
-from megatron_t1.planner.memory import TRAINED, PhaseMemory, rollout_memory, training_memory
-from megatron_t1.planner.search import nearest
+from megatron_t1.planner.memory import TRAINED, PhaseMemory, rollout_memory, smallest_engine, training_memory
+from megatron_t1.planner.search import GROWTH, nearest
 
 PHASES = ("critic", "actor", "export")
 PROCESS_BYTES = int(0.6 * GIB)  # a training process on the CPU before it has a model: interpreter, torch, Megatron
@@ -63,13 +64,28 @@ def memory_problems(config: Config) -> list[str]:
     if not short:
         return []
     problems = [f"{problem} ({device.name}, by estimate)" for _, problem in short]
-    if device.gpu and any(phase in TRAINED for phase, _ in short):
-        found = nearest(config, device.gpu)
-        problems.append(
-            "nearest layouts that fit: "
-            + "; ".join(f"{each.overrides} ({each.memory / GIB:.1f} GiB)" for each in found)
-            if found
-            else "no layout of up to 32 times as many GPUs fits: lower train.capacity and rollout.max_context"
-        )
+    if device.gpu:
+        problems += _remedies(config, device, {phase for phase, _ in short})
     problems.append("`t1 plan` shows what takes the memory; plan.ignore_memory=true starts anyway")
     return problems
+
+
+def _remedies(config: Config, device: Device, short: set[str]) -> Iterator[str]:
+    """One line for each of the phases that don't fit, or one for all that are trained."""
+    if short & {*TRAINED}:
+        found = nearest(config, device.gpu)
+        layouts = "; ".join(f"{each.overrides} ({each.memory / GIB:.1f} GiB)" for each in found)
+        yield (
+            f"nearest layouts that fit: {layouts}"
+            if found
+            else f"no layout of up to {GROWTH[-1]} times as many GPUs fits: lower rollout.max_context, train.capacity"
+        )
+    elif "export" in short:
+        yield "layout.export takes more than the actor's layout, in which an export fits: leave it out"
+    if "rollout" in short:
+        tensor = smallest_engine(config, device.memory)
+        yield (
+            f"a rollout fits with rollout.engine.tensor_parallel={tensor}, and nodes for it"
+            if tensor
+            else "no engine of more GPUs has room for one trajectory: lower rollout.max_context"
+        )

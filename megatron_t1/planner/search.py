@@ -36,7 +36,10 @@ class Candidate:
 
     @property
     def overrides(self) -> str:
-        return " ".join(f"layout.{name}={str(value).lower()}" for name, value in self.changes.items())
+        """Words for the command line; what a phase has for itself can only be left out there."""
+        words = [f"layout.{name}={str(value).lower()}" for name, value in self.changes.items() if value != {}]
+        apart = [f"layout.{name}.*" for name, value in self.changes.items() if value == {}]
+        return " ".join([*words, *(["without", " and ".join(apart)] if apart else [])])
 
 
 def nearest(config: Config, gpu: Gpu, count: int = 3) -> list[Candidate]:

@@ -83,7 +83,7 @@ def rollout_time(config: Config, gpu: Gpu) -> PhaseTime:
     a, plan, volume, engine = config.model.architecture, config.plan, Volume.of(config), config.rollout.engine
     room, tensor = engine_room(config, gpu.memory), engine.tensor_parallel
     share = -(-volume.trajectories // room.replicas)
-    batch = min(config.rollout.concurrency, engine.max_num_seqs, share, max(1, room.sequences(volume.mean_tokens)))
+    batch = min(room.in_flight(config), max(1, room.sequences(volume.mean_tokens)))
     bandwidth = gpu.bandwidth_gb_s * 1e9 * plan.decode_bandwidth
     kept = batch * (volume.mean_tokens / 2 * room.per_token + room.per_sequence)
     touched = weights_touched(config, batch) * WIDTHS[engine.dtype or config.model.dtype] / tensor

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_t1.config.families import has_full_attention
 from megatron_t1.config.schema import ArchitectureConfig, Config
-from megatron_t1.planner.parameters import active_parameters, has_full_attention
+from megatron_t1.planner.parameters import active_parameters
 
 
 def forward_operations(architecture: ArchitectureConfig, length: float) -> float:

@@ -46,7 +46,7 @@ class Policy:
             )
         model_dir = RunPaths.of(config.run.dir).hf(version, config.model.path)
         raw = _read_config(model_dir)
-        max_positions = int(raw.get("max_position_embeddings") or 0)
+        max_positions = int(_text_part(raw).get("max_position_embeddings") or 0)
         if max_positions and config.rollout.max_context > max_positions:
             raise T1Error(
                 f"rollout.max_context is {config.rollout.max_context}, the model has {max_positions} positions",
@@ -114,7 +114,7 @@ def engine_dtype(config: Config) -> str:
 
 def route_shape_of(raw: dict) -> EngineRoutes | None:
     """The experts that a Hugging Face config describes; None when it is dense."""
-    text = raw.get("text_config") or raw
+    text = _text_part(raw)
     experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0
     top_k = text.get("num_experts_per_tok") or 0
     if not experts or not top_k:
@@ -135,6 +135,11 @@ def route_shape_of(raw: dict) -> EngineRoutes | None:
         num_layers=layers,
         columns=() if len(columns) == layers else columns,
     )
+
+
+def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of a vision-language model's configuration the language model's."""
+    return raw.get("text_config") or raw
 
 
 def _read_config(model_dir: Path) -> dict:

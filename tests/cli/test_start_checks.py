@@ -1,5 +1,6 @@
 """What a command refuses before anything starts: another model, another run's place, inputs that are none."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ from megatron_t1.loop.manifest import new_manifest
 from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.model.initial import hf_config
 from megatron_t1.paths import RunPaths
+from megatron_t1.phase import PhaseResult
+from megatron_t1.report.metrics import MetricsWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,7 +129,7 @@ def test_a_cut_off_model_is_refused_before_anything_starts(capsys, place):
     weights = place / "models/tiny_start/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     said = refused(capsys, "run", "run.dir=run")
-    assert f"{weights}: not a safetensors file, or cut off" in said and not (place / "run").exists()
+    assert f"{weights}: cut off" in said and not (place / "run").exists()
 
 
 def test_a_run_without_its_configuration_is_named(capsys, place):
@@ -201,8 +204,8 @@ def test_a_full_disk_is_named(capsys, small_disk):
 def test_plots_on_a_full_disk(capsys, small_disk):
     pytest.importorskip("matplotlib")
     finished_run(small_disk / "run")
-    line = {"iteration": 0, "phase": "rollout", "seconds": 1.0, "timings_s": {}, "metrics": {"rollout/mean_reward": 1}}
-    (small_disk / "run/metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with contextlib.closing(MetricsWriter(RunPaths.of(small_disk / "run"))) as writer:
+        writer.append(PhaseResult("rollout", 0, {"rollout/mean_reward": 1.0}), seconds=1.0)
     (small_disk / "filler").write_bytes(bytes(small_free(small_disk)))
     said = refused(capsys, "show", str(small_disk / "run"), "--plots", status=1)
     assert "No space left on device (ENOSPC)" in said and f"where:  {small_disk}" in said

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_t1.config.compose import compose
-from megatron_t1.config.layout_rules import changes, layout_problems, nearest_layouts
+from megatron_t1.config.layout_rules import changes, engine_problems, layout_problems, nearest_layouts
 from megatron_t1.config.schema import ArchitectureConfig, LayoutConfig
 from megatron_t1.config.validate import validate
 from megatron_t1.errors import ConfigError
@@ -101,3 +101,32 @@ def test_more_tensor_ranks_than_key_value_heads_must_be_a_multiple():
     architecture = ArchitectureConfig(num_attention_heads=12, num_key_value_heads=4, num_experts=16)
     layout = LayoutConfig(processes=6, tensor=6, expert=2)
     assert "num_key_value_heads=4" in "\n".join(layout_problems(layout, architecture))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (1, []),
+        (8, []),
+        (16, []),
+        (3, ["num_attention_heads=32", "linear_num_key_heads=16", "linear_num_value_heads=64"]),
+        (32, ["linear_num_key_heads=16"]),
+    ],
+)
+def test_engines_that_cannot_cut_the_model_are_named(tensor, said):
+    problems = engine_problems(tensor, HYBRID)
+    assert len(problems) == len(said) and all(one in line for one, line in zip(said, problems, strict=True))
+    assert all("nearest: " in line for line in problems)
+
+
+def test_an_engine_has_a_divisor_or_a_multiple_of_the_key_value_heads():
+    architecture = ArchitectureConfig(num_attention_heads=12, num_key_value_heads=6)
+    assert [bool(engine_problems(tensor, architecture)) for tensor in (1, 2, 3, 4, 6, 12)] == [0, 0, 0, 1, 0, 0]
+    assert "take a multiple or a divisor of 6" in engine_problems(4, architecture)[0]
+
+
+def test_a_number_of_processes_that_no_cluster_has_is_refused_at_once():
+    """Its divisors would be tried one by one, and its ranks visited."""
+    (problem,) = layout_problems(LayoutConfig(processes=10**9 + 7))
+    assert "at most 65536" in problem
+    assert layout_problems(LayoutConfig(processes=0)) == ["layout.processes is 0; it must be at least 1"]

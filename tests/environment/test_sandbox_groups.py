@@ -182,6 +182,25 @@ def test_groups_of_a_killed_driver_are_removed(tmp_path):
 
 
 @needs_groups
+def test_groups_of_a_driver_killed_while_it_made_them_are_removed(tmp_path, monkeypatch):
+    left = scratch.ScratchDirectory(str(tmp_path), 16, 100)
+    find_parents(SandboxConfig())  # which tries once, by making a group
+    made, mkdir = [], Path.mkdir
+
+    def killed_after_one(path, *arguments, **keywords):
+        mkdir(path, *arguments, **keywords)
+        made.append(path)
+        raise KeyboardInterrupt  # as abrupt as a signal: no OSError to clean up after
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "mkdir", killed_after_one)
+        left.limit(SandboxConfig())
+    os.close(left._lock)
+    assert made[0].exists() and scratch.remove_abandoned(str(tmp_path)) == 1
+    assert not made[0].exists()
+
+
+@needs_groups
 def test_groups_that_refuse_a_process_lose_the_sandbox_and_leak_nothing(in_sandbox, make_task, monkeypatch):
     async def body(sandbox):
         await sandbox.start(make_task())

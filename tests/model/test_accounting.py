@@ -117,9 +117,32 @@ def test_the_command_prints_the_account_and_fails_on_a_problem(tmp_path, capsys)
     assert "PROBLEM: the model lacks in the checkpoint 1 tensors: lm_head.weight" in capsys.readouterr().out
 
 
+def test_the_command_takes_layouts_only_and_prints_no_escapes(tmp_path, capsys):
+    from megatron_t1.cli import main
+
+    write_hf(tmp_path / "hf")
+    change_weights(tmp_path / "hf", lambda tensors: tensors.update({"x\x1b[2Jy": torch.zeros(1)}))
+    assert main(["convert", "check", str(tmp_path / "hf")]) == 1
+    assert "\\x1b[2J" in (said := capsys.readouterr().out) and "\x1b" not in said
+    assert main(["convert", "check", str(tmp_path / "hf"), "model=tiny"]) == 2
+    assert "'model=tiny' has no part in this" in capsys.readouterr().err
+
+
+def test_a_tensor_that_is_stored_twice_is_refused_when_it_is_loaded_too(tmp_path):
+    from megatron_t1.model.safetensors_io import SafetensorsDirectory
+
+    directory = write_hf(tmp_path / "hf")
+    change_index(directory, lambda files: files.update({EXPERT: "other.safetensors"}))
+    save_file({EXPERT: torch.zeros(16, 32)}, directory / "other.safetensors")
+    said = f"1 tensors of other.safetensors are in another file too: {EXPERT}"
+    assert said in account_for(directory).problems
+    with pytest.raises(IncompleteError, match=said):
+        SafetensorsDirectory(directory)
+
+
 @pytest.mark.parametrize("entry", [{"dtype": "F32", "shape": "12"}, {"shape": [1]}, {"dtype": 3, "shape": [1]}])
 def test_a_header_that_says_no_type_or_shape_is_a_problem(tmp_path, entry):
     directory = write_hf(tmp_path / "hf")
     header = json.dumps({EXPERT: {**entry, "data_offsets": [0, 0]}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert any(f"no type or shape of {EXPERT}" in problem for problem in account_for(directory).problems)
+    assert any(f"no type, shape or place of {EXPERT}" in problem for problem in account_for(directory).problems)

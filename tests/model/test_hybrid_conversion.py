@@ -126,6 +126,30 @@ def test_a_template_whose_tensors_would_be_lost_is_refused(tmp_path, backend):
         export_hf(chunks, tmp_path / "out", tmp_path / "hf", "float32")
 
 
+@pytest.mark.parametrize("name", ["hf", "."])
+def test_an_export_never_replaces_its_own_template(tmp_path, backend, name):
+    from megatron_t1.model.convert import export_hf
+    from tests.model.skeleton import skeleton
+
+    write_hybrid(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="would replace the checkpoint"):
+        export_hf([skeleton(HYBRID)], tmp_path / name, tmp_path / "hf", "float32")
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_what_is_no_file_among_the_templates_settings_ends_the_export(tmp_path, backend):
+    """A link to a device would be copied for ever."""
+    from megatron_t1.model.convert import export_hf, load_hf
+    from tests.model.skeleton import skeleton
+
+    write_hybrid(tmp_path / "hf")
+    load_hf(chunks := [skeleton(HYBRID)], tmp_path / "hf", "policy")
+    (tmp_path / "hf" / "extra.json").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        export_hf(chunks, tmp_path / "out", tmp_path / "hf", "float32")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_architecture_is_read_from_text_and_vision_language_configurations(tmp_path):
     for vision in (False, True):
         directory = write_hybrid(tmp_path / str(vision), vision=vision)

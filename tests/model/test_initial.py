@@ -72,7 +72,7 @@ def test_failures_name_everything_and_leave_nothing(tmp_path):
     config.architecture.num_experts_per_tok, config.architecture.head_dim = 32, 31
     with pytest.raises(ConfigError) as caught:
         create_initial_model(tmp_path / "model", config, 0, CORPUS)
-    for part in ("float16", "num_experts_per_tok 32 of only 16", "head_dim 31"):
+    for part in ("float16", "num_experts_per_tok=32 exceeds num_experts=16", "head_dim=31"):
         assert part in str(caught.value)
     with pytest.raises(T1Error, match="corpus"):
         create_initial_model(tmp_path / "model", ModelConfig(), 0, [])

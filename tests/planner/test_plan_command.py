@@ -62,6 +62,15 @@ def test_layouts_side_by_side(capsys):
     assert any("gpus256 " in line for line in lines)
 
 
+def test_layouts_as_numbers_and_none_at_all(capsys):
+    assert main(["plan", *LARGE, "--layouts", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus64"]["layout"]["pipeline"] == 4 and len(found) > 10
+    five = ["model.architecture.num_experts=5", "model.architecture.num_experts_per_tok=5", "layout=single"]
+    assert main(["plan", *LARGE, *five, "--layouts"]) == 2
+    assert "no shipped layout" in capsys.readouterr().err
+
+
 def test_a_tiny_model_is_planned_for_the_cpu(capsys):
     assert main(["plan", "experiment=quickstart", "model.architecture.vocab_size=600", "cluster.backend=cpu"]) == 0
     said = capsys.readouterr().out
@@ -101,6 +110,12 @@ def test_candidates_break_no_rule_and_fit(large):
     assert nearest(large, gpu)[0].changes == {}  # one that fits is its own nearest
 
 
+def test_what_a_phase_has_for_itself_is_left_out_where_it_is_too_large(capsys):
+    """An empty override would change nothing."""
+    assert main(["plan", *LARGE, "layout.critic.recompute=none"]) == 1
+    assert "nearest layouts that fit: without layout.critic.* (" in capsys.readouterr().out
+
+
 def test_more_gpus_are_asked_for_where_no_layout_fits():
     config = compose([*LARGE, "layout.processes=8", "layout.pipeline=1", "layout.context=1", "layout.tensor=1",
                       "layout.expert=8"])  # fmt: skip
@@ -125,11 +140,11 @@ def test_the_device_is_what_backend_and_plan_say(large):
 
 
 def test_the_engine_holds_what_is_left(large):
-    """24 KiB of keys and values a token, 144 MiB of state a sequence, over eight GPUs: heads are copied fourfold."""
+    """24 KiB of keys and values a token, twice 144 MiB of state a sequence; eight GPUs have each head four times."""
     whole = replace(large, rollout=replace(large.rollout, engine=replace(large.rollout.engine, tensor_parallel=1)))
     room = engine_room(whole, 800 * GIB)
     assert room.per_token == 24 * 1024
-    assert room.per_sequence == pytest.approx((144 + 2.5) * 2**20, rel=0.01)
+    assert room.per_sequence == pytest.approx(2 * (144 + 2.5) * 2**20, rel=0.01)
     eight = engine_room(large, GPUS["h100"].memory)
     assert eight.per_token == room.per_token / 2 and eight.per_sequence == room.per_sequence // 8
     assert eight.weights == pytest.approx(room.weights / 8, rel=1e-6)
@@ -149,3 +164,40 @@ def test_times_move_the_right_way(large):
     assert pipeline_bubble(deep, "actor", 65536) > pipeline_bubble(large, "actor", 65536)
     assert weights_touched(large, 1) < weights_touched(large, 64) < 122_111_526_912
     assert weights_touched(large, 1) == pytest.approx(9.77e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("plan.gpu_memory_gib=-5", "must not be negative"),
+        ("plan.reserve_gib=-3", "must not be negative"),
+        ("plan.imbalance=0.1", "plan.imbalance=0.1: the fullest rank"),
+        ("rollout.engine.tensor_parallel=3", "num_attention_heads=32 is not a multiple of rollout.engine.tensor_paral"),
+        ("layout.processes=1000000007", "it must be at most"),
+    ],
+)
+def test_nonsense_is_refused_before_it_is_planned_with(option, said, capsys):
+    assert main(["plan", *LARGE, option]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_rollout_that_does_not_fit_is_told_the_smallest_engine_that_does(large, capsys):
+    small = ["rollout.engine.tensor_parallel=2"]
+    assert main(["plan", *LARGE, *small]) == 1
+    said = capsys.readouterr().out
+    tensor = int(re.search(r"a rollout fits with rollout\.engine\.tensor_parallel=(\d+)", said)[1])
+    assert tensor > 2 and "nearest layouts" not in said
+    assert main(["plan", *LARGE, f"rollout.engine.tensor_parallel={tensor}"]) == 0
+
+
+def test_no_more_episodes_are_in_flight_than_an_engine_gets(large):
+    """256 trajectories over 8 engines: 32 each, whatever concurrency allows."""
+    memory = GPUS["h100"].memory
+    room = engine_room(large, memory)
+    assert room.in_flight(large) == 256 // 8 < large.rollout.concurrency
+    found = rollout_memory(large, memory)
+    mean = large.plan.mean_length * large.rollout.max_context
+    assert found.terms["cache and states"] == int(32 * (mean * room.per_token + room.per_sequence))
+    assert not any("preempt" in note for note in found.notes)
+    crowded = replace(large, rollout=replace(large.rollout, tasks_per_iteration=1024))
+    assert any("preempts some" in note for note in rollout_memory(crowded, memory).notes)

@@ -26,21 +26,43 @@ CASES = [
 ]  # fmt: skip
 
 
+# Two processes: experts shared out, stages with several micro-batches in flight, virtual stages.
+PAIRS = [
+    {"role": "policy", "dtype": "float32", "tokens": 1024, "layout": {"expert": 2, "recompute": "none"}},
+    {"role": "policy", "dtype": "bfloat16", "tokens": 1024, "layout": {"expert": 2, "recompute": "full"}},
+    {"role": "value", "dtype": "bfloat16", "tokens": 1024, "layout": {"expert": 2, "recompute": "moe"}},
+    {"role": "policy", "dtype": "float32", "tokens": 1024, "layout": {"pipeline": 2, "recompute": "none"},
+     "micro_batches": 4},
+    {"role": "value", "dtype": "bfloat16", "tokens": 1024,
+     "layout": {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}, "micro_batches": 4},
+]  # fmt: skip
+
+
 @pytest.mark.slow
-def test_planned_memory_is_that_of_a_training_process():
-    (measured,) = run_distributed("tests.planner.measured:measure", 1, cases=CASES)
-    wrong = []
-    for case, found in zip(CASES, measured, strict=True):
-        config = config_of(case)
-        a, layout, dtype, role = config.model.architecture, config.layout, case["dtype"], case["role"]
-        (chunk,) = chunks_of(a, layout, 0)
-        planned = [[each.name, list(each.shape)] for each in chunk_parameters(a, layout, role, chunk)]
-        assert planned == found["parameters"], case
-        work = Workload(case["tokens"], loss_share=0.5, fused=False)
-        activations = stage_activations(a, layout, dtype, role, 0, work, chunk=config.train.logprob_chunk)
-        total = rank_bytes(a, layout, dtype, role, 0).static_bytes + activations.peak
-        ratio = total / found["peak"]
-        print(f"{role} {dtype} {case['layout']}: planned {total}, measured {found['peak']}: {ratio:.3f}")
-        if abs(ratio - 1) > TOLERANCE:
-            wrong.append((case, ratio))
+@pytest.mark.parametrize(("processes", "cases"), [(1, CASES), (2, PAIRS)], ids=["one process", "two"])
+def test_planned_memory_is_that_of_training_processes(processes, cases):
+    cases = [{**case, "layout": {"processes": processes, **case["layout"]}} for case in cases]
+    ranks = run_distributed("tests.planner.measured:measure", processes, cases=cases)
+    wrong = [
+        (case, ratio)
+        for number, case in enumerate(cases)
+        for rank in range(processes)
+        if abs((ratio := planned_over_measured(case, rank, ranks[rank][number])) - 1) > TOLERANCE
+    ]
     assert not wrong
+
+
+def planned_over_measured(case, rank, found):
+    """Also asserts that the rank has the parameters that it was planned with."""
+    config = config_of(case)
+    a, layout, dtype, role = config.model.architecture, config.layout, case["dtype"], case["role"]
+    stage = rank // (layout.processes // layout.pipeline)
+    chunks = chunks_of(a, layout, stage)
+    shapes = [list(each.shape) for chunk in chunks for each in chunk_parameters(a, layout, role, chunk)]
+    assert shapes == [shape for _, shape in found["parameters"]], case
+    work = Workload(case["tokens"], micro_batches=case.get("micro_batches", 1), loss_share=0.5, fused=False)
+    activations = stage_activations(a, layout, dtype, role, stage, work, chunk=config.train.logprob_chunk)
+    total = rank_bytes(a, layout, dtype, role, rank).static_bytes + activations.peak
+    ratio = total / found["peak"]
+    print(f"{role} {dtype} {case['layout']} rank {rank}: planned {total}, measured {found['peak']}: {ratio:.3f}")
+    return ratio

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import plan as published
 
+from megatron_t1.planner.parameters import active_parameters, total_parameters
 from megatron_t1.planner.work import forward_operations
 
 
@@ -31,3 +32,14 @@ def test_memory_of_runs_that_fit_and_of_one_that_does_not():
     assert measured == pytest.approx(45552 / 1024, rel=0.15)  # Megatron-LM#2772
     assert recipe + 5 < 79.6  # Megatron-Bridge's recipe of the 122B on 48 GPUs
     assert refused > 79.6  # slime#280
+
+
+@pytest.mark.parametrize(
+    ("architecture", "total", "active"),
+    [(published.QWEN3_30B, 30.5, 3.3), (published.QWEN3_235B, 235.1, 22.2)],  # in 1e9, on the models' cards
+    ids=["Qwen3-30B-A3B", "Qwen3-235B-A22B"],
+)
+def test_parameters_of_published_models(architecture, total, active):
+    assert round(total_parameters(architecture) / 1e9, 1) == total
+    embedding = architecture.vocab_size * architecture.hidden_size  # which the cards count as active
+    assert (active_parameters(architecture) + embedding) / 1e9 == pytest.approx(active, abs=0.1)

