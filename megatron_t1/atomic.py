@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 from megatron_t1.errors import naming
 
 TEMPORARY_SUFFIX = ".partial"
+NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
@@ -29,13 +31,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
+    with naming(path.parent):
+        fsync_path(path.parent)
 
 
 def fsync_path(path: Path) -> None:
+    """Have a file, or the names in a directory, on the disk. Some network file systems know that of files only."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_DIRECTORY_SYNC or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

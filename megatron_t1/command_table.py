@@ -304,7 +304,8 @@ Several values make several layouts. Exit status 1 when something doesn't hold. 
         """\
 Reads every byte of the run and of its start model, and compares with what was recorded while it was written: manifest,
 options, choice of tasks, results, records, exchange logs, values, checkpoints, exports, metrics. Logs of processes,
-TensorBoard's events and plots are recorded nowhere. Exit status 1 when something differs; it is named.
+TensorBoard's events and plots are recorded nowhere. Exit status 1 when something differs; it is named. In the directory
+of a fine-tuning or a critic's warm-up: what that left, and that the policy was left alone.
 
   t1 verify RUN""",
         configured=False,
@@ -331,7 +332,7 @@ cleanly before its time limit and queues itself again; docs/cluster.md tells wha
         flags=("--chain", "--het", "--dry-run"),
     ),
     Command(
-        ("slurm", "status"), "slurm:status", "a run's jobs: what runs, where and since when, what failed, what is next",
+        ("slurm", "status"), "slurm:status", "a run's jobs: what runs where, what failed or is held, what is next",
         """  t1 slurm status RUN""",
         configured=False,
     ),

@@ -7,8 +7,9 @@ the machine). Anything else that escapes is a defect of this package. Importable
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class T1Error(Exception):
@@ -52,13 +53,17 @@ class IncompleteError(T1Error):
     """Something on disk is missing, truncated or not what its marker says."""
 
 
+LOOP = "Symlink loop from "  # how pathlib begins to say so
+_PATH = "name a path that exists"
 _OS_REMEDIES = {
     errno.ENOSPC: "free some space there, or name another directory; then start the same command again",
     errno.EDQUOT: "free some of the quota, or name another directory; then start the same command again",
     errno.EROFS: "name a directory on a file system that can be written",
     errno.EACCES: "give this user the right to it, or name another path",
     errno.EPERM: "give this user the right to it, or name another path",
-    errno.ENOENT: "name a path that exists",
+    errno.ENOENT: _PATH,
+    errno.ELOOP: _PATH,
+    errno.ENAMETOOLONG: "name a shorter path",
     errno.ENOTDIR: "name a directory; a file is in its way",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
@@ -80,10 +85,18 @@ def readable(error: BaseException) -> T1Error | None:
             where="" if path is None else str(path),
             remedy=_OS_REMEDIES.get(error.errno or 0, "T1_DEBUG=1 shows where it happened"),
         )
+    if isinstance(error, RuntimeError) and str(error).startswith(LOOP):  # of pathlib
+        return T1Error("links lead in a circle (ELOOP)", where=str(error).removeprefix(LOOP).strip("'"), remedy=_PATH)
     if isinstance(error, BaseExceptionGroup):
         found = [readable(inner) for inner in error.exceptions]
         return found[0] if all(found) else None
     return None
+
+
+def warn(text: str) -> None:
+    """A line on stderr, where that can be written: a log on a full disk ends nothing."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from megatron_t1 import atomic, sealed
-from megatron_t1.errors import IncompleteError
+from megatron_t1.errors import IncompleteError, warn
 from megatron_t1.phase import RESULT_FILE, PhaseResult
 
 MANIFEST_VERSION = 2
@@ -85,6 +84,7 @@ class Manifest:
     start_model: dict[str, dict[str, Any]] = field(default_factory=dict)  # files of model.path (loop.start_model)
     contracts: dict[str, Any] = field(default_factory=dict)  # SHA-256 -> sampling contract of finished rollouts
     retired: list[str] = field(default_factory=list)  # directories that were deleted by policy (loop.storage)
+    tasks_sha256: str = ""  # of tasks.json, once a rollout has been played by it
     version: int = MANIFEST_VERSION
 
     @property
@@ -150,7 +150,7 @@ class Manifest:
                 found = cls.read_exactly(predecessor(path))
             except IncompleteError:
                 raise damaged from None
-            print(f"warning: {damaged.problem} ({path}); going on from {predecessor(path).name}", file=sys.stderr)
+            warn(f"warning: {damaged.problem} ({path}); going on from {predecessor(path).name}")
             return found
 
 

@@ -50,6 +50,8 @@ class PhaseResult:
         path = directory / RESULT_FILE
         try:
             raw = sealed.read(path)
+            if raw["version"] != RESULT_VERSION:
+                raise ValueError(f"it has format version {raw['version']!r}, this program knows {RESULT_VERSION}")
             outputs = [WrittenFile(**item) for item in raw.pop("outputs")]
             for numbers in (raw.get("metrics", {}), raw.get("timings_s", {})):
                 numbers.update({name: math.nan for name, value in numbers.items() if value is None})

@@ -1,4 +1,7 @@
-"""JSON files that say of themselves whether they are what was written: a digest over everything else in them."""
+"""JSON objects that say of themselves whether they are what was written: a digest over everything else in them.
+
+A file holds one of them, or one in each line.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_t1 import atomic
+from megatron_t1.regular import open_regular
 
 SEAL = "sha256"  # key of the digest
 
@@ -27,11 +31,22 @@ def read(path: str | Path) -> dict[str, Any]:
     """The object in `path`, without its seal.
 
     Raises:
-        OSError: it can't be read.
+        OSError: it can't be read, or isn't a regular file.
         ValueError: it isn't a JSON object, has no seal, or isn't what was sealed.
     """
+    with open_regular(path) as file:
+        return opened(file.read())
+
+
+def line(value: Mapping[str, Any]) -> bytes:
+    """This object and its seal as a line of a file."""
+    return json.dumps({**value, SEAL: digest(value)}).encode() + b"\n"
+
+
+def opened(text: bytes) -> dict[str, Any]:
+    """The object in a sealed text, without its seal. Raises ValueError as `read`."""
     try:
-        value = json.loads(Path(path).read_bytes())
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):

@@ -46,7 +46,7 @@ def command_config(invocation: Invocation) -> Config:
     named = next((str(override.value()) for override in parsed if override.key_or_group == "run.dir"), None)
     run_dir = Path(named).expanduser() if named else None
     paths = RunPaths.of(run_dir) if run_dir else None
-    exists = paths is not None and (paths.config.exists() or paths.manifest.exists())
+    exists = paths is not None and (paths.config.exists() or Manifest.exists(paths.manifest))
     chosen = [override.key_or_group for override in parsed if override.key_or_group in groups]
     if exists and not chosen:
         rest = [override.input_line or "" for override in parsed if override.key_or_group != "run.dir"]
@@ -108,7 +108,7 @@ def _require_same_groups(run_dir: Path, config: Config, chosen: list[str]) -> No
         ConfigError: names the groups, the run's values and the new ones.
     """
     paths = RunPaths.of(run_dir)
-    if not paths.manifest.exists() or not Manifest.read(paths.manifest).finished:
+    if not Manifest.exists(paths.manifest) or not Manifest.read(paths.manifest).finished:
         return
     saved, now = flatten(absolute(load_run_config(run_dir))), flatten(config)
     differing = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -14,8 +15,9 @@ from megatron_t1.commands.plan import fit_problems
 from megatron_t1.config.compose import flatten, load_run_config
 from megatron_t1.config.inputs import is_run, missing_inputs
 from megatron_t1.config.schema import Config
-from megatron_t1.errors import ConfigError, IncompleteError, T1Error
+from megatron_t1.errors import ConfigError, IncompleteError, T1Error, warn
 from megatron_t1.loop import slurm_jobs
+from megatron_t1.loop.headway import finished_keys
 from megatron_t1.loop.launcher import Stopped
 from megatron_t1.loop.outside import OUTSIDE, phase_outside_the_loop
 from megatron_t1.loop.requeue import answering_for_its_job, requeue_when_out_of_time
@@ -62,12 +64,6 @@ def _own_model(config: Config, phase: str) -> list[str]:
     if phase == "critic" and config.train.critic.start and (0, "critic") not in finished_keys(config):
         return ["train.critic.start"]
     return []
-
-
-def finished_keys(config: Config) -> set[Key]:
-    """Finished steps of the run in run.dir; none where there is no run."""
-    paths = RunPaths.of(config.run.dir)
-    return Manifest.read(paths.manifest).keys if is_run(paths.root) else set()
 
 
 def loop_problems(config: Config) -> list[str]:
@@ -241,7 +237,13 @@ def print_results(results: list[PhaseResult]) -> None:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    """Print a line. A reader that has gone, or a log on a full disk, ends no training, and isn't tried again."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            warn(f"warning: the output can't be written any more: {error.strerror}; this goes on")
 
 
 RESUMES = "finished steps are kept, the same command goes on from there"
@@ -260,7 +262,7 @@ def stoppable(
         return work()
     except Stopped as stop:
         number = stop.signal_number
-        print(f"stopped by {signal.Signals(number).name}; {afterwards}", file=sys.stderr)
+        warn(f"stopped by {signal.Signals(number).name}; {afterwards}")
         if stopped is not None:
             stopped(number)
         return 128 + number

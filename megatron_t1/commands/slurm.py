@@ -10,16 +10,17 @@ from megatron_t1.cli import Invocation, find_command, parse
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.commands.configuration import command_config, model_problems, print_config
 from megatron_t1.commands.plan import fit_problems
-from megatron_t1.commands.run import finished_keys, run_inputs, say, stoppable
+from megatron_t1.commands.run import run_inputs, say, stoppable
 from megatron_t1.config.inputs import is_run, run_dir_problems
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError, IncompleteError
 from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.chain import Chain, cancel_chain, next_kind, run_link, submit_link, waiting_links
+from megatron_t1.loop.headway import finished_keys
 from megatron_t1.loop.launcher import KINDS
 from megatron_t1.loop.lock import lock_owner
-from megatron_t1.loop.requeue import answering_for_its_job
+from megatron_t1.loop.requeue import answering_for_its_job, release_if_held
 from megatron_t1.loop.runner import opened, read_launch
 from megatron_t1.loop.steps import Step, next_step, progress
 from megatron_t1.loop.submission import (
@@ -34,6 +35,13 @@ from megatron_t1.loop.submission import (
 from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE
+
+HELD = ("JobHeldUser", "JobHoldMaxRequeue", "job_requeued_in_held_state")  # reasons that the job's owner may lift
+# Reasons of jobs that ask for what their partition, account or quality of service doesn't give.
+IMPOSSIBLE = frozenset(
+    "AccountNotAllowed BadConstraints InvalidAccount InvalidQOS PartitionNodeLimit PartitionTimeLimit QOSNotAllowed "
+    "QOSMaxNodePerJob QOSMaxGRESPerJob QOSMaxWallDurationPerJob AssocMaxNodePerJob AssocMaxWallDurationPerJob".split()
+)
 
 
 def submit(invocation: Invocation) -> int:
@@ -52,8 +60,8 @@ def submit(invocation: Invocation) -> int:
         say(shlex.join(["sbatch", *options, f"{config.run.dir}/slurm/job.sh", *t1_command(*words)]))
         return 0
     job = slurm_jobs.submit(options, write_script(config.run.dir), t1_command(*words), directory=Path.cwd())
-    slurm_jobs.note(config.run.dir, job, event="submitted", kind="run", after=None)
-    _say_submitted(config, job)
+    slurm_jobs.note_submitted(config.run.dir, job, kind="run", after=None)
+    _say_submitted(config, job.id)
     return 0
 
 
@@ -100,6 +108,12 @@ def _require_submittable(config: Config, invocation: Invocation) -> None:
         problems.append("`t1 slurm` starts phases as job steps: add cluster=slurm, or experiment=ppo_122b")
     if {"--chain", "--het"} <= invocation.flags:
         problems.append("--chain and --het are two ways to give rollout and training nodes of their own: choose one")
+    if "--het" not in invocation.flags:
+        problems += [
+            f"cluster.{kind}.het_group={group}: only a heterogeneous job has components; add --het"
+            for kind in KINDS
+            if (group := config.cluster.resources(kind).het_group) >= 0
+        ]
     if config.cluster.slurm.stop_lead_s <= config.cluster.stop_grace_s:
         problems.append(
             f"cluster.slurm.stop_lead_s={config.cluster.slurm.stop_lead_s:g} must exceed "
@@ -118,12 +132,11 @@ def link(invocation: Invocation) -> int:
     check(config, run_inputs(config), [*model_problems(config), *run_dir_problems(config)])
 
     def work() -> int:
-        with opened(config, say=say, kinds=[options.kind]) as runner:
-            run_link(runner, options.kind, say)
+        run_link(config, options.kind, say, lambda: opened(config, say=say, kinds=[options.kind]))
         return 0
 
     with answering_for_its_job(config, say):
-        return stoppable(work)
+        return stoppable(work, stopped=lambda number: release_if_held(config, say))
 
 
 def cancel(invocation: Invocation) -> int:
@@ -168,21 +181,41 @@ def _attempts(paths: RunPaths, step: Step) -> str:
 def job_lines(run: str | Path) -> list[str]:
     """One line for each job of the run that Slurm still knows, and what stands in the way of those that wait."""
     kinds = {line["job"]: line.get("kind") or "run" for line in slurm_jobs.noted(run) if line["job"]}
-    lines = []
-    for number, kind in kinds.items():
-        job = slurm_jobs.find_noted(run, number)
+    jobs = {number: slurm_jobs.find_noted(run, number) for number in kinds}
+    forgotten = sum(job is None for job in jobs.values())
+    lines = [f"{forgotten} earlier jobs are over, and forgotten by Slurm"] if forgotten else []
+    if damaged := slurm_jobs.damaged_notes(run):
+        lines.append(f"{damaged} lines of {slurm_jobs.JOBS_FILE} aren't what was written: jobs may be missing here")
+    for number, job in jobs.items():
         if job is None:
-            lines.append(f"job {number:<8} {kind:<8} over, and forgotten by Slurm")
             continue
+        kind = kinds[number]
         since = job.when("StartTime" if job.state in slurm_jobs.WORKING else "SubmitTime")
         when = "" if since is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(since))
         where = f" on {job.nodes}" if job.nodes else ""
         again = f", queued again {job.restarts} times" if job.restarts else ""
         why = f" ({job.reason})" if job.reason else ""
         lines.append(f"job {number:<8} {kind:<8} {job.state}{why}{where}{when}{again}")
-        if job.reason == "DependencyNeverSatisfied":
-            lines.append(f"    it will never start: `scancel {number}`, then submit again")
+        if job.state in slurm_jobs.WAITING and (remedy := obstacle(job)):
+            lines.append(f"    {remedy}")
     return lines
+
+
+def obstacle(job: slurm_jobs.Job) -> str:
+    """What to do about a job that won't start by itself; "" for one that only waits for its turn."""
+    if job.reason == slurm_jobs.LAUNCH_FAILED:
+        return f"a node couldn't start it, so Slurm holds it: `scontrol release {job.id}` lets it try again"
+    if job.reason == "JobHeldAdmin":
+        return "an administrator holds it, and can release it"
+    if job.reason in HELD:
+        return f"it is held: `scontrol release {job.id}` lets it start"
+    if job.reason == "DependencyNeverSatisfied":
+        return f"it will never start: `scancel {job.id}`, then submit again"
+    if job.reason in IMPOSSIBLE:
+        return (
+            f"it can't start as it was asked for: `scancel {job.id}`, mend cluster.slurm.sbatch_args and submit again"
+        )
+    return ""
 
 
 def _run_invocation(words: list[str]) -> Invocation:

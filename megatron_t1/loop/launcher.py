@@ -20,7 +20,8 @@ from typing import Protocol
 
 from megatron_t1.config.cluster import ResourcesConfig
 from megatron_t1.config.schema import Config
-from megatron_t1.errors import T1Error
+from megatron_t1.environment.sandbox.scratch import clear_abandoned
+from megatron_t1.errors import T1Error, naming
 from megatron_t1.loop.failure import OWN_ERROR, first_failure, last_lines, read_end
 from megatron_t1.loop.ground import FREE_SHARE, GRACE, LAUNCH_MARK, RUN_MARK
 from megatron_t1.processes import marked, send
@@ -170,6 +171,8 @@ class BaseLauncher:
         seconds = time.monotonic() - started
         if code == 0:
             return Exit(code, log, None, "", seconds, reason)
+        if command.kind == "rollout":
+            clear_abandoned(self.config.env.sandbox)
         failure = first_failure(log, self.rank_logs(log_dir))
         return Exit(code, failure.log, failure.rank, last_lines(failure.log), seconds, reason or failure.reason)
 
@@ -195,7 +198,8 @@ class BaseLauncher:
         path = log_dir / "launch.sh"
         look = '"$1" -m megatron_t1.loop.ground'
         lines = ["#!/bin/bash", "set -e", *self.resources(command).setup, *extra, look, 'exec "$@"']
-        path.write_text("\n".join(lines) + "\n")
+        with naming(path):
+            path.write_text("\n".join(lines) + "\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
 
@@ -221,6 +225,12 @@ class LogFollower:
             lines, self.rest = [*lines, self.rest], b""
         for line in lines:
             self.echo(line.decode(errors="replace"))
+
+
+def next_attempt(directory: Path) -> int:
+    """Number of a phase's next launch: none has logs under it yet, whatever else is known of earlier ones."""
+    names = (path.name.removeprefix("attempt_") for path in (directory / "logs").glob("attempt_*"))
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0) + 1
 
 
 def make_launcher(config: Config, stop_requested: Callable[[], int] = lambda: 0) -> BaseLauncher:

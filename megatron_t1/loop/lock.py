@@ -30,8 +30,12 @@ STALE_AFTER_S = 120.0  # without a heartbeat, of an owner whose process can't be
 WATCHED_BEATS = 3  # without a change, before such a lock is taken away
 
 
+class OtherLoop(T1Error):
+    """Another loop has the run directory."""
+
+
 class RunLock:
-    """Context manager; raises T1Error naming the owner when another loop holds the run directory.
+    """Context manager; raises OtherLoop naming the owner when another loop holds the run directory.
 
     Attributes:
         lost: SIGTERM once another loop has taken the lock away, 0 before.
@@ -44,11 +48,13 @@ class RunLock:
         self.token = uuid.uuid4().hex
         self.lost = 0
         self.former: dict[str, Any] = {}
+        self.job_start: float | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.job_start = _job_start()
         for _ in range(5):
             if self._create():
                 self._sweep()
@@ -71,12 +77,12 @@ class RunLock:
         """To be called before what only the run's one loop may write.
 
         Raises:
-            T1Error: another loop has taken the lock away.
+            OtherLoop: it has taken the lock away.
         """
         if self.lost or not self._holds():
             self.lost = signal.SIGTERM
             owner = self._read()
-            raise T1Error(
+            raise OtherLoop(
                 "another loop has taken over this run"
                 + (f": process {owner['pid']} on {owner['host']}" if owner else "")
                 + "; this one has stopped",
@@ -94,10 +100,10 @@ class RunLock:
     def _create(self) -> bool:
         temporary = self.path.with_name(f"{LOCK_FILE}.{self.token}")
         try:
-            temporary.write_text(json.dumps({**this_process(), "token": self.token}))
+            temporary.write_text(json.dumps({**this_process(), "slurm_start": self.job_start, "token": self.token}))
             os.link(temporary, self.path)  # exclusive, and never half-written
         except FileExistsError:
-            return False
+            return self._read().get("token") == self.token  # NFS may repeat a request whose answer was lost
         except OSError as error:
             raise T1Error(
                 f"the run directory can't be locked: {error.strerror or error}",
@@ -124,7 +130,7 @@ class RunLock:
                     remedy="when no loop works on this run, delete the file; it is also taken over when it is "
                     f"{self.stale_after_s:.0f} s old, as long as no loop keeps it fresh",
                 )
-            raise T1Error(
+            raise OtherLoop(
                 f"another loop works on this run: process {owner['pid']} on {owner['host']}"
                 + (f", Slurm job {owner['slurm_job']}" if owner.get("slurm_job") else ""),
                 where=str(self.path),
@@ -240,6 +246,15 @@ def this_process() -> dict[str, Any]:
     }
 
 
+def _job_start() -> float | None:
+    """When Slurm started this process's job, in seconds since the epoch; None outside a job, or where it can't say."""
+    try:
+        shown = slurm_jobs.find(job) if (job := slurm_jobs.own_job()) is not None else None
+    except T1Error:
+        return None
+    return shown.when("StartTime") if shown else None
+
+
 def owner_alive(owner: dict[str, Any]) -> bool | None:
     """Whether the lock's owner still runs; None when it can't be seen from here (another host or namespace)."""
     here = this_process()
@@ -258,14 +273,18 @@ def slurm_job_ended(owner: dict[str, Any]) -> bool:
     A job that lost a node is started again on others, under its own number, within seconds.
     """
     here, job = this_process(), str(owner.get("slurm_job") or "")
-    if not job.isdigit() or owner.get("slurm_cluster") != here["slurm_cluster"]:
+    if not job.isdigit() or owner.get("slurm_cluster") != slurm_jobs.cluster_name():
         return False
-    if job == here["slurm_job"]:
-        return owner.get("slurm_restart", 0) < here["slurm_restart"]
+    if job == here["slurm_job"] and owner.get("slurm_restart", 0) < here["slurm_restart"]:
+        return True
     try:
         shown = slurm_jobs.find(int(job))
     except T1Error:
         return False
+    if job == here["slurm_job"]:
+        # A controller that lost a job's start in a crash ends that one and starts the job again, without counting it.
+        begun, now = owner.get("slurm_start"), shown.when("StartTime") if shown else None
+        return begun is not None and now is not None and begun < now
     return shown is None or not shown.alive  # None: forgotten, some minutes after its end
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import uuid
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from megatron_t1.config.schema import MISSING, Config
@@ -14,6 +16,7 @@ from megatron_t1.loop.launcher import BaseLauncher, PhaseCommand, require_succes
 from megatron_t1.paths import RunPaths
 
 FOLDER = "preflight"  # of a run, while its nodes are looked at
+PATIENCE_S = 10.0  # for the last node's file
 
 
 def node_problems(launcher: BaseLauncher, kind: str, nodes: int, gpus_per_node: int) -> list[str]:
@@ -34,10 +37,21 @@ def node_problems(launcher: BaseLauncher, kind: str, nodes: int, gpus_per_node: 
         require_success(launcher.launch(command, directory / "logs"), command)
     except T1Error as error:
         return [f"the nodes of {kind} phases can't be looked at: {error.problem} ({error.where})"]
-    reports = [json.loads((directory / f"node_{rank}.json").read_text()) for rank in range(nodes)]
+    try:
+        reports = [_report(directory / f"node_{rank}.json") for rank in range(nodes)]
+    except (OSError, ValueError) as error:  # srun's status is 0 when Slurm ends its step because it lost a node
+        return [f"{kind}: a node said nothing of itself, or can't be read: {error} ({directory})"]
     problems = compare_nodes(reports, kind, gpus_per_node, config.cluster.slurm.max_clock_difference_s)
     shutil.rmtree(directory)
     return problems
+
+
+def _report(path: Path) -> dict[str, Any]:
+    """What a node wrote, which a network file system may show late."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return json.loads(path.read_bytes())
 
 
 def needed_paths(config: Config, kind: str) -> list[str]:

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_t1 import atomic
+from megatron_t1 import sealed
 from megatron_t1.config.compose import save
 from megatron_t1.config.inputs import is_run
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.loop import start_model
-from megatron_t1.loop.launcher import PhaseCommand, make_launcher, require_success
+from megatron_t1.loop.launcher import PhaseCommand, make_launcher, next_attempt, require_success
 from megatron_t1.loop.lock import RunLock
 from megatron_t1.loop.runner import stop_signals
+from megatron_t1.loop.storage import sweep
+from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs, summarised
 
@@ -64,8 +66,10 @@ def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> Ph
     _require_own_directory(paths, phase)
     _require_other_start(config, paths, phase)
     paths.root.mkdir(parents=True, exist_ok=True)
-    with stop_signals() as received, RunLock(paths.root):
-        launcher = make_launcher(config, lambda: received[0] if received else 0)
+    with stop_signals() as received, RunLock(paths.root) as lock:
+        lock.wait_for_former(config.cluster.stop_grace_s, lambda: len(received))
+        sweep(paths.root)
+        launcher = make_launcher(config, lambda: received[0] if received else lock.lost)
         problems = launcher.preflight()
         if problems:
             raise T1Error("the phase can't be started here:\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -79,13 +83,14 @@ def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> Ph
             ("--run", str(paths.root), "--iteration", "0", "--roles", phase),
             config.layout.processes, distributed=True,
         )  # fmt: skip
-        logs = directory / "logs" / f"attempt_{len(list((directory / 'logs').glob('attempt_*'))) + 1}"
+        logs = directory / "logs" / f"attempt_{next_attempt(directory)}"
         require_success(launcher.launch(command, logs, echo=lambda line: say(f"    {line}")), command)
+        lock.require_held()
         if changed := start_model.differences(model, policy):
             raise MismatchError(
                 f"the policy was changed while the {phase} phase ran: " + summarised(changed), where=str(model)
             )
-        atomic.write_json(directory / POLICY_FILE, policy)
+        sealed.write(directory / POLICY_FILE, policy)
     result = PhaseResult.read(directory)
     if wrong := missing_outputs(result, paths.root):
         raise IncompleteError(f"{phase} did not leave what it says: {summarised(wrong)}", where=str(directory))
@@ -105,7 +110,7 @@ def _require_other_start(config: Config, paths: RunPaths, phase: str) -> None:
 
 def _require_own_directory(paths: RunPaths, phase: str) -> None:
     other = phase_outside_the_loop(paths.root)
-    if paths.manifest.exists() or other not in ("", phase):
+    if Manifest.exists(paths.manifest) or other not in ("", phase):
         raise T1Error(
             f"this directory holds {OUTSIDE[other].what if other else 'a training'}",
             where=str(paths.root),

@@ -30,6 +30,7 @@ from megatron_t1.loop.launcher import (
     Stopped,
     make_launcher,
     may_pass,
+    next_attempt,
     require_success,
 )
 from megatron_t1.loop.lock import RunLock
@@ -96,6 +97,8 @@ class Runner:
             return adopted
         step = Step(step.iteration, pending)
         self._require_inputs(step)
+        if self.paths.tasks.exists():  # otherwise they are chosen again
+            self._require_tasks(step.phases)
         require_space(self.config, self.manifest, step)
         launch, attempt = self._prepare(step)
         command = self.command(self.config, step)
@@ -133,7 +136,7 @@ class Runner:
         launch, attempt = uuid.uuid4().hex, 1
         for key in step.keys:
             directory = self.paths.phase(*key)
-            attempt = max(attempt, read_launch(directory).get("attempt", 0) + 1)
+            attempt = max(attempt, read_launch(directory).get("attempt", 0) + 1, next_attempt(directory))
         for key in step.keys:
             directory = self.paths.phase(*key)
             if (directory / RESULT_FILE).exists():
@@ -153,6 +156,8 @@ class Runner:
         launch = read_launch(directory)
         if not launch or not (directory / RESULT_FILE).exists():
             return None
+        if key[1] == "rollout" and self.manifest.tasks_sha256 and not self.paths.tasks.exists():
+            return None  # started once more it chooses them again, and finds its episodes
         for name, value in self._inputs(key).items():
             recorded = launch.get("inputs", {}).get(name)
             if recorded == f"launch:{launch['launch']}":
@@ -215,14 +220,27 @@ class Runner:
                     )
                 self._require_outputs(result, directory)
 
+    def _require_tasks(self, phases: Sequence[str]) -> None:
+        """All rollouts are played from the tasks of the first one."""
+        known, path = self.manifest.tasks_sha256, self.paths.tasks
+        if "rollout" in phases and known and not (path.exists() and atomic.sha256_file(path) == known):
+            raise IncompleteError(
+                "the run's choice of tasks isn't the one that its first rollout was played by",
+                where=str(path),
+                remedy="restore the file from a copy; delete rollouts that were played by another choice",
+            )
+
     def _record(self, result: PhaseResult, launch: str, seconds: float, attempts: int) -> None:
         directory = self.paths.phase(result.iteration, result.phase)
         self.lock.require_held()
+        self._require_tasks([result.phase])
         self.metrics.append(result, seconds=seconds)
         digest, contract = contract_of(result)
         if digest:
             self.manifest.contracts[digest] = contract
         if result.phase == "rollout":
+            if self.paths.tasks.exists():
+                self.manifest.tasks_sha256 = self.manifest.tasks_sha256 or atomic.sha256_file(self.paths.tasks)
             for alarm in alarms(self.metrics.lines, self.config.monitor):
                 if alarm.iteration == result.iteration:
                     self.say(f"    alarm, {alarm}")

@@ -16,7 +16,7 @@ from megatron_t1.config.validate import train_nodes
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.failure import read_end
-from megatron_t1.loop.launcher import KINDS, BaseLauncher, Exit, PhaseCommand
+from megatron_t1.loop.launcher import KINDS, MAIN_LOG, BaseLauncher, Exit, PhaseCommand
 from megatron_t1.loop.node_reports import node_problems
 from megatron_t1.loop.worker import WORKER, WORKERS
 
@@ -136,7 +136,7 @@ class SlurmLauncher(BaseLauncher):
             "srun", f"--nodes={nodes}", "--relative=0", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}",
             "--distribution=block", f"--cpus-per-task={cpus_per_task(allocation.cpus_per_node, per_node)}",
             "--kill-on-bad-exit=1", "--export=ALL", "--unbuffered", f"--job-name={command.name}", "--overlap",
-            f"--output={log_dir}/rank_%t.log",
+            f"--output={slurm_jobs.literal(log_dir)}/rank_%t.log",
         ]  # fmt: skip
         if resources.het_group >= 0:
             line.append(f"--het-group={resources.het_group}")
@@ -152,11 +152,13 @@ class SlurmLauncher(BaseLauncher):
 
     def launch(self, command: PhaseCommand, log_dir: Path, *, echo: Callable[[str], None] | None = None) -> Exit:
         """As `BaseLauncher.launch`; ranks whose meeting port was taken by somebody else meet at the next one."""
-        for _ in range(PORT_TRIES):
+        for number in range(1, PORT_TRIES + 1):
             result = super().launch(command, log_dir, echo=echo)
             taken = PORT_TAKEN.search(read_end(self.main_log(log_dir)))
-            if result.code == 0 or not command.distributed or not taken:
+            if result.code == 0 or not command.distributed or not taken or number == PORT_TRIES:
                 break
+            for path in [*log_dir.glob(MAIN_LOG), *log_dir.glob("rank_*.log")]:  # the next launch has logs of its own
+                path.rename(path.with_name(f"port_taken_{number}.{path.name}"))
         return result
 
     def _rendezvous(self, allocation: Allocation) -> list[str]:
@@ -250,11 +252,16 @@ def meeting_port(job_id: int, launch: int, *, probe: bool) -> int:
 
 
 def first_node(node_list: str) -> str:
-    """First node name of a Slurm list such as `n[1-4,7],gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?([^,]*)", node_list)
-    if not match:
+    """First node name of a Slurm list such as `n[1-4,7],gpu03` or `rack[1-2]n[01-16]`.
+
+    Raises:
+        T1Error: it isn't one.
+    """
+    first = re.match(r"((?:[^,\[\]]|\[[^\]]*\])+)(?:,|$)", node_list)
+    name = re.sub(r"\[(\d+)[-,\d]*\]", r"\1", first[1]) if first else ""
+    if not name or "[" in name:
         raise T1Error(f"can't read the node list {node_list!r}", where="SLURM_JOB_NODELIST")
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return name
 
 
 def _counts(text: str) -> list[int]:

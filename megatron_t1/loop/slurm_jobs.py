@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,12 +12,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_t1.errors import T1Error
+from megatron_t1 import sealed
+from megatron_t1.errors import T1Error, naming
 
 JOBS_FILE = "slurm/jobs.jsonl"  # of a run: the jobs that were handed in for it, and that started
 WAITING, WORKING = ("PENDING",), ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
-SAME_S = 5.0  # between Slurm's time of a submission and the run's own note of it
+# A job that Slurm queued again and holds, since a node couldn't start it: by its owner's leave it may try another one.
+LAUNCH_FAILED = "launch_failed_requeued_held"
+SAME_S = 5.0  # between Slurm's time of a submission and the run's own note of a job that somebody else handed in
 PATIENCE_S = 60.0  # for a controller that doesn't answer: it may be starting again
+LEAST_S = 10.0  # that one command may take
+# What Slurm's commands say of a controller that didn't get the request, and where it may have got it.
+AWAY = re.compile("Unable to contact slurm controller|Connection refused|backup controller in standby mode", re.I)
+UNSURE = re.compile("timed out|Zero Bytes were transmitted|transport endpoint|unexpected message", re.I)
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ def components(job: int) -> list[Job]:
     return jobs
 
 
-def submit(options: Sequence[str], script: Path, arguments: Sequence[str], *, directory: Path | None = None) -> int:
-    """Hand a batch script in; returns the job's number once the controller shows the job.
+def submit(options: Sequence[str], script: Path, arguments: Sequence[str], *, directory: Path | None = None) -> Job:
+    """Hand a batch script in; returns the job once the controller shows it.
 
     A job that is handed in seconds before the controller dies can be lost: that Slurm answered with a number isn't
     enough.
@@ -106,13 +112,13 @@ def submit(options: Sequence[str], script: Path, arguments: Sequence[str], *, di
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
     kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
-    said = ask(command, environment={**clean, **kept}, directory=directory)
-    number = (said or "").strip().splitlines()[-1].partition(";")[0]
+    said = ask(command, environment={**clean, **kept}, directory=directory, repeatable=False)
+    number = (said or "").strip().rpartition("\n")[2].partition(";")[0]
     if not number.isdigit():
         raise T1Error(f"sbatch names no job: {said!r}", where=" ".join(command[:8]))
-    if find(int(number)) is None:
+    if (job := find(int(number))) is None:
         raise T1Error(f"job {number} was handed in, but Slurm doesn't know it", remedy="submit it again")
-    return int(number)
+    return job
 
 
 def node_address(node: str) -> str:
@@ -135,31 +141,68 @@ def requeue(job: int) -> None:
     ask(["scontrol", "requeue", str(job)])
 
 
+def release(job: int) -> None:
+    """Let a held job start."""
+    ask(["scontrol", "release", str(job)])
+
+
+def cluster_name() -> str:
+    """Of the cluster this process can ask: in jobs Slurm says it, elsewhere its controller; "" without one."""
+    if name := os.environ.get("SLURM_CLUSTER_NAME"):
+        return name
+    try:
+        said = ask(["scontrol", "show", "config"], patience_s=0.0) or ""
+    except T1Error:
+        return ""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", said, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def literal(path: str | Path) -> str:
+    """A path as Slurm's --output takes it, which would replace `%j` in it."""
+    return str(path).replace("%", "%%")
+
+
 def cancel(job: int) -> None:
     """End a job, or take it out of the queue; nothing happens to one that is over."""
     ask(["scancel", str(job)], unknown="Invalid job id")
 
 
 def note(run_dir: str | Path, job: int, **facts: Any) -> None:
-    """Append a job to the run's own list."""
+    """Append a job to the run's own list; after a line that a crash has cut short, on a new one."""
     path = Path(run_dir) / JOBS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(json.dumps({"job": job, "time": time.time(), **facts}) + "\n")
+    with naming(path), open(path, "ab+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        torn = file.read() not in (b"", b"\n")
+        file.write(b"\n" * torn + sealed.line({"job": job, "time": time.time(), **facts}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def note_submitted(run_dir: str | Path, job: Job, **facts: Any) -> None:
+    """Note a job that was handed in, with the time that Slurm's own clock says of that."""
+    note(run_dir, job.id, event="submitted", submitted=job.when("SubmitTime"), **facts)
 
 
 def noted(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The run's list of jobs, in the order they were noted; a line cut short by a crash is left out."""
-    path = Path(run_dir) / JOBS_FILE
-    lines = []
-    for text in path.read_text().splitlines() if path.is_file() else ():
+    """The run's list of jobs, in the order they were noted; without lines that were cut short or changed."""
+    return _notes(run_dir)[0]
+
+
+def damaged_notes(run_dir: str | Path) -> int:
+    """Lines of the run's list that aren't what was written."""
+    return _notes(run_dir)[1]
+
+
+def _notes(run_dir: str | Path) -> tuple[list[dict[str, Any]], int]:
+    path, lines, damaged = Path(run_dir) / JOBS_FILE, [], 0
+    for text in path.read_bytes().splitlines() if path.is_file() else ():
         try:
-            line = json.loads(text)
+            lines.append(sealed.opened(text))
         except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("job"), int):
-            lines.append(line)
-    return lines
+            damaged += 1
+    return lines, damaged
 
 
 def find_noted(run_dir: str | Path, job: int) -> Job | None:
@@ -170,9 +213,12 @@ def find_noted(run_dir: str | Path, job: int) -> Job | None:
     shown = find(job)
     if shown is None or shown.restarts:  # which gives a job another time of submission
         return shown
-    submitted = shown.when("SubmitTime")
-    last = max((line["time"] for line in noted(run_dir) if line["job"] == job and "time" in line), default=0.0)
-    return shown if submitted is None or submitted <= last + SAME_S else None
+    own = [line for line in noted(run_dir) if line["job"] == job]
+    submitted, known = shown.when("SubmitTime"), {line["submitted"] for line in own if line.get("submitted")}
+    if submitted is None or submitted in known:
+        return shown
+    last = max((line["time"] for line in own if "submitted" not in line), default=0.0)
+    return shown if submitted <= last + SAME_S else None
 
 
 def ask(
@@ -181,17 +227,27 @@ def ask(
     unknown: str = "",
     environment: dict[str, str] | None = None,
     directory: Path | None = None,
+    repeatable: bool = True,
+    patience_s: float = PATIENCE_S,
 ) -> str | None:
-    """Standard output of a Slurm command; None where it says `unknown`. Waits for a controller that is away.
+    """Standard output of a Slurm command; None where it says `unknown`. Waits for a controller that is away or busy.
+
+    Args:
+        repeatable: whether the command may be given again where Slurm may have got it the first time.
 
     Raises:
         T1Error: Slurm says something else, there is none, or its controller doesn't answer for a minute.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             done = subprocess.run(
-                command, env=environment, cwd=directory, capture_output=True, text=True, timeout=PATIENCE_S
+                command,
+                env=environment,
+                cwd=directory,
+                capture_output=True,
+                text=True,
+                timeout=max(patience_s, LEAST_S),
             )
         except FileNotFoundError as error:
             raise T1Error(
@@ -204,7 +260,11 @@ def ask(
         said = (done.stderr.strip() or done.stdout.strip())[:500]
         if unknown and unknown in said:
             return None
-        away = "Unable to contact slurm controller" in said or "Connection refused" in said
-        if not away or time.monotonic() > deadline:
+        unsure = UNSURE.search(said) is not None and AWAY.search(said) is None
+        if unsure and not repeatable:
+            raise T1Error(
+                f"`{command[0]}` got no answer: {said}", remedy="`squeue --me` shows whether Slurm has taken the job"
+            )
+        if not (unsure or AWAY.search(said)) or time.monotonic() >= deadline:
             raise T1Error(f"`{command[0]} {command[1]}` failed: {said}", remedy="`scontrol ping` shows the controller")
         time.sleep(2.0)

@@ -15,11 +15,15 @@ from pathlib import Path
 
 from megatron_t1.atomic import TEMPORARY_SUFFIX
 from megatron_t1.config.schema import Config
+from megatron_t1.errors import warn
 from megatron_t1.loop.steps import Key, predecessors
 from megatron_t1.manifest import Manifest
 from megatron_t1.paths import Counters, RunPaths, number_of, numbered
 
 DELETING = ".deleting"
+# Suffixes of directories that killed processes leave: half-deleted, half-written, replaced (model.directories).
+LEFT = (DELETING, TEMPORARY_SUFFIX, ".replaced")
+OUTSIDE_RESULTS = ("model", "critic")  # of phases outside a training (loop.outside), beside numbered directories
 _HALF_WRITTEN = re.compile(rf"\.[0-9]+{re.escape(TEMPORARY_SUFFIX)}\Z")  # of `atomic.replacing`: NAME.PID.partial
 DEPTH = 4  # of directories in a run that files are written to: RUN/phases/iter_N/PHASE
 
@@ -38,7 +42,8 @@ def retire(config: Config, manifest: Manifest) -> list[Path]:
         names = {str(directory.relative_to(paths.root)) for directory in leave}
         if not names <= set(manifest.retired):
             manifest.retired = sorted({*manifest.retired, *names})
-            manifest.write(paths.manifest)
+            for _ in range(2):  # the one that a run goes on from where the newest is lost knows it, too
+                manifest.write(paths.manifest)
         for directory in leave:
             _remove(directory)
     return leave
@@ -98,14 +103,23 @@ def _versions(parent: Path) -> list[Path]:
 
 
 def _remove(directory: Path) -> None:
-    """Out of sight first: a reader never meets half a checkpoint."""
+    """Out of sight first: a reader never meets half a checkpoint.
+
+    What can't be deleted, because a process on another node still has it open or the right is missing, is tried again
+    by the next `sweep` or `retire`: it ends no training.
+    """
     aside = directory.with_name(directory.name + DELETING)
-    os.rename(directory, aside)
-    shutil.rmtree(aside)
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(directory, aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        warn(f"warning: {directory} can't be deleted yet: {error.strerror or error}")
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove what killed processes left: half-written files, and directories that were being deleted.
+    """Remove what killed processes left: half-written files and directories, and those that were being deleted.
 
     Only for who holds the run's lock: then nobody is writing.
     """
@@ -121,9 +135,16 @@ def sweep(root: Path) -> list[Path]:
 def _leftovers(directory: Path, depth: int) -> Iterable[Path]:
     for entry in os.scandir(directory):
         if entry.is_dir(follow_symlinks=False):
-            if entry.name.endswith(DELETING) and number_of(entry.name.removesuffix(DELETING)) is not None:
+            if _is_left(entry.name):
                 yield Path(entry.path)
             elif depth > 1:
                 yield from _leftovers(Path(entry.path), depth - 1)
         elif _HALF_WRITTEN.search(entry.name):
             yield Path(entry.path)
+
+
+def _is_left(name: str) -> bool:
+    """Whether a directory of this name is what a killed process left of one that a run gives its name to."""
+    suffix = next((suffix for suffix in LEFT if name.endswith(suffix)), "")
+    whole = name.removesuffix(suffix)
+    return bool(suffix) and (number_of(whole) is not None or whole in OUTSIDE_RESULTS)

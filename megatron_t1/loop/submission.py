@@ -6,13 +6,16 @@ for each of the two; a chain of jobs (loop/chain.py), for partitions that can't 
 
 from __future__ import annotations
 
+import re
 import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_t1 import atomic
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import train_nodes
+from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.launcher import KINDS
 from megatron_t1.loop.slurm import Allocation, Need, need
 
@@ -42,9 +45,11 @@ def job_options(config: Config, name: str) -> list[str]:
     """sbatch's options that don't depend on what runs in the job."""
     slurm = config.cluster.slurm
     lead = int(slurm.stop_lead_s)
+    plain = re.sub(r"[^A-Za-z0-9._+-]+", "_", name)  # what Slurm shows of it is read again
     return [
-        f"--job-name={name}", f"--time={slurm.time}", f"--signal=B:TERM@{lead}", "--open-mode=append", "--requeue",
-        f"--output={Path(config.run.dir).resolve()}/slurm/%x-%j.log",
+        f"--job-name={plain or 't1'}", f"--time={slurm.time}", f"--signal=B:TERM@{lead}", "--open-mode=append",
+        "--requeue",
+        f"--output={slurm_jobs.literal(Path(config.run.dir).resolve())}/slurm/%x-%j.log",
     ]  # fmt: skip
 
 
@@ -72,7 +77,6 @@ def t1_command(*words: str) -> list[str]:
 def write_script(run_dir: str | Path) -> Path:
     """The batch script; what it runs is given as its arguments, so no value becomes a part of a shell's text."""
     path = Path(run_dir).resolve() / "slurm" / "job.sh"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/bash\n" + SCRIPT)
+    atomic.write_text(path, "#!/bin/bash\n" + SCRIPT)  # which another job may be handing in at this moment
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path

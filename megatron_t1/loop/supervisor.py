@@ -9,6 +9,7 @@ SIGTERM, grace, SIGKILL. Exit status: the command's; 128 + N when the command di
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -37,7 +38,8 @@ def main(arguments: list[str]) -> int:
         stopped = status is None
         killed = end_descendants(os.getpid(), grace_s if stopped else END_GRACE_S)
         if killed:
-            log.write(f"supervisor: {killed} processes had to be killed\n".encode())
+            with contextlib.suppress(OSError):  # a disk that is full
+                log.write(f"supervisor: {killed} processes had to be killed\n".encode())
     if stopped:
         return 128 + stop_requests[0]
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

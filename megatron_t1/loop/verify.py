@@ -11,6 +11,7 @@ from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.loop import start_model
 from megatron_t1.loop.fence import LAUNCH_FILE
 from megatron_t1.loop.manifest import differences
+from megatron_t1.loop.outside import POLICY_FILE, phase_outside_the_loop
 from megatron_t1.manifest import FinishedStep, Manifest, predecessor
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs
@@ -34,14 +35,19 @@ class Verified:
 
 
 def verify_run(run_dir: str | Path) -> Verified:
-    """Compare a run's files with its manifest, the phases' results, and the seals of both.
+    """Compare a run's files with its manifest, the phases' results, and the seals of both; in the directory of a
+    fine-tuning or a critic's warm-up, what that left with its result.
 
     Raises:
-        IncompleteError: there is no manifest that could be read.
+        IncompleteError: there is no manifest that could be read, or the phase outside a training isn't finished.
     """
     paths, found = RunPaths.of(run_dir), Verified()
     if not Manifest.exists(paths.manifest):
-        raise IncompleteError("there is no run", where=str(paths.root), remedy="name the run.dir of a `t1 run`")
+        phase = phase_outside_the_loop(paths.root)
+        if not phase:
+            raise IncompleteError("there is no run", where=str(paths.root), remedy="name the run.dir of a `t1 run`")
+        _outside(paths, phase, found)
+        return found
     manifest = Manifest.read(paths.manifest)
     _books(paths, manifest, found)
     gone = {name for name in manifest.retired if not (paths.root / name).exists()}
@@ -81,6 +87,8 @@ def _books(paths: RunPaths, manifest: Manifest, found: Verified) -> None:
         found.files += 1 + len(manifest.start_model)
     except T1Error as error:
         found.problems.append(f"config.yaml: {error.problem}")
+    if manifest.tasks_sha256 and not _is(paths.tasks, manifest.tasks_sha256):
+        found.problems.append(f"{paths.tasks.name}: it isn't the one that manifest.json names")
     launches = [paths.phase(*step.key) / LAUNCH_FILE for step in manifest.finished]
     for path in (paths.tasks, *launches):
         try:
@@ -104,6 +112,30 @@ def _result(paths: RunPaths, step: FinishedStep, found: Verified) -> PhaseResult
         problem = error.problem
     found.problems.append(f"{path.relative_to(paths.root)}: {problem}")
     return None
+
+
+def _outside(paths: RunPaths, phase: str, found: Verified) -> None:
+    """Of a phase outside a training: its options, its outputs, and the policy that it must have left alone."""
+    directory = paths.phase(0, phase)
+    result = PhaseResult.read(directory)
+    found.problems += missing_outputs(result, paths.root, digests=True)
+    found.files, found.size = 1 + len(result.outputs), sum(file.size for file in result.outputs)
+    try:
+        model = Path(load_run_config(paths.root).model.path)
+        policy = sealed.read(directory / POLICY_FILE)
+        found.problems += [f"{model}: {line}" for line in start_model.differences(model, policy)]
+        found.files += 2 + len(policy)
+    except T1Error as error:
+        found.problems.append(f"config.yaml: {error.problem}")
+    except (OSError, ValueError) as error:
+        found.problems.append(f"{(directory / POLICY_FILE).relative_to(paths.root)}: {error}")
+
+
+def _is(path: Path, digest: str) -> bool:
+    try:
+        return atomic.sha256_file(path) == digest
+    except OSError:
+        return False
 
 
 def _below(path: str, directories: set[str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from shlex import quote
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_t1 import sealed
 from megatron_t1.loop.outside import OUTSIDE, POLICY_FILE, phase_outside_the_loop
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult
@@ -62,7 +62,7 @@ def print_outside(directory: str | Path, console: Console | None = None) -> None
 
 def _policy(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return sealed.read(path)
     except (OSError, ValueError):
         return {}
 

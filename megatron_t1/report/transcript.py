@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megatron_t1.errors import IncompleteError
 from megatron_t1.paths import RunPaths
+from megatron_t1.report.printable import printable
 from megatron_t1.report.show import make_console, make_table, read_manifest
 from megatron_t1.trajectory.record import Origin, Trajectory
 from megatron_t1.trajectory.store import RolloutStore
@@ -128,12 +129,12 @@ def _print_numbers(trajectory: Trajectory, console: Console) -> None:
 def _print_verdict(trajectory: Trajectory, console: Console) -> None:
     verdict = trajectory.header.verdict
     for step in trajectory.header.steps:
-        console.print(f"step {step.describe()}", highlight=False, markup=False)
+        console.print(f"step {printable(step.describe())}", highlight=False, markup=False)
     if verdict is None:
         console.print("not verified", highlight=False)
         return
     if not verdict.trusted:
-        console.print(f"untrusted verdict: {verdict.reason}", style="red", highlight=False, markup=False)
+        console.print(f"untrusted verdict: {printable(verdict.reason)}", style="red", highlight=False, markup=False)
         return
     reward = ", ".join(f"{name} {value:g}" for name, value in trajectory.header.reward.items())
     console.print(
@@ -142,4 +143,4 @@ def _print_verdict(trajectory: Trajectory, console: Console) -> None:
     )
     for name, passed in sorted(verdict.checks.items()):
         mark, style = ("passed", "green") if passed else ("failed", "red")
-        console.print(Text.assemble("  ", (mark, style), f"  {name}"))
+        console.print(Text.assemble("  ", (mark, style), f"  {printable(name)}"))

@@ -184,3 +184,13 @@ def test_an_installation_is_not_put_on_the_path_of_other_environments(tmp_path, 
     monkeypatch.setattr(launcher_module, "__file__", str(root / "megatron_t1" / "loop" / "launcher.py"))
     path = launcher_module._with_package_path({"PYTHONPATH": "/mine"})["PYTHONPATH"].split(":")
     assert path == ([str(root), "/mine"] if passed_on else ["/mine"])
+
+
+def test_a_script_that_a_full_disk_does_not_take_is_named(config, tmp_path, monkeypatch):
+    def full(self, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(OSError) as caught:
+        launch(config, tmp_path)
+    assert caught.value.filename == str(tmp_path / "logs" / "launch.sh")

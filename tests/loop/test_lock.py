@@ -5,11 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 
 import pytest
 
 from megatron_t1.errors import T1Error
-from megatron_t1.loop.lock import LOCK_FILE, RunLock, owner_alive, this_process
+from megatron_t1.loop import slurm_jobs
+from megatron_t1.loop.lock import LOCK_FILE, OtherLoop, RunLock, lock_owner, owner_alive, this_process
 from tests.workshop import wait_until
 
 
@@ -164,4 +166,54 @@ def test_a_lock_that_was_deleted_is_taken_again(tmp_path):
         wait_until((tmp_path / LOCK_FILE).exists, 5)
         lock.require_held()
         with pytest.raises(T1Error, match=str(os.getpid())), RunLock(tmp_path):
+            pass
+
+
+def test_a_link_whose_answer_was_lost_is_one_s_own(tmp_path, monkeypatch):
+    """NFS repeats a request that wasn't answered, and then says that the name is taken."""
+    link = os.link
+
+    def repeated(source, target):
+        link(source, target)
+        raise FileExistsError(17, "File exists")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.link", repeated)
+        with RunLock(tmp_path):
+            assert (tmp_path / LOCK_FILE).exists()
+    with RunLock(tmp_path), monkeypatch.context() as patch:
+        patch.setattr("os.link", repeated)
+        with pytest.raises(OtherLoop, match=str(os.getpid())), RunLock(tmp_path):
+            pass
+
+
+def test_outside_of_jobs_too_an_owner_s_job_is_known_to_be_over(tmp_path, monkeypatch):
+    """A login node has no SLURM_CLUSTER_NAME, and doesn't see the owner's process."""
+    answers = {
+        ("scontrol", "show", "config"): "ControlMachine = x\nClusterName             = virtual\nMaxJobId = 5\n",
+        ("scontrol", "show", "job", "7", "-o"): "JobId=7 JobState=NODE_FAIL",
+    }
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: answers[tuple(command)])
+    write_lock(tmp_path, host="n1", slurm_job="7", slurm_cluster="virtual")
+    assert lock_owner(tmp_path) == {}
+    write_lock(tmp_path, host="n1", slurm_job="7", slurm_cluster="another")
+    assert lock_owner(tmp_path)["host"] == "n1"
+
+
+@pytest.mark.parametrize(("start", "taken"), [("2026-01-01T10:00:00", True), ("2026-01-01T10:00:30", False)])
+def test_an_earlier_start_of_the_same_job_is_over(tmp_path, monkeypatch, start, taken):
+    """A controller that lost a job's start in a crash starts it again, on other nodes, and counts no restart."""
+    shown = "JobId=7 JobState=RUNNING StartTime={} Restarts=0"
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: shown.format("2026-01-01T10:00:30"))
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "virtual"}.items():
+        monkeypatch.setenv(name, value)
+    write_lock(tmp_path, host="n1", slurm_start=datetime.fromisoformat(start).timestamp())
+    if taken:
+        with RunLock(tmp_path) as lock:
+            assert lock.former["host"] == "n1"
+            owner = json.loads((tmp_path / LOCK_FILE).read_text())
+            assert owner["slurm_start"] == datetime.fromisoformat("2026-01-01T10:00:30").timestamp()
+    else:
+        with pytest.raises(OtherLoop, match="on n1, Slurm job 7"), RunLock(tmp_path):
             pass

@@ -9,11 +9,14 @@ import math
 import pytest
 from rich.console import Console
 
+from megatron_t1 import sealed
 from megatron_t1.config.compose import absolute, compose
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.loop import outside
 from megatron_t1.loop.launcher import Exit, Stopped
+from megatron_t1.loop.lock import LOCK_FILE, OtherLoop, this_process
 from megatron_t1.loop.outside import phase_outside_the_loop, run_outside
+from megatron_t1.loop.verify import verify_run
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile
 from megatron_t1.report.outside import print_outside, write_warmup_plot
@@ -88,7 +91,7 @@ def test_a_warmup_is_launched_shown_and_its_policy_proven_untouched(config, duri
     assert command.arguments[-2:] == ("--roles", "warmup") and command.processes == config.layout.processes
     root = RunPaths.of(config.run.dir).root
     assert phase_outside_the_loop(root) == "warmup"
-    assert set(json.loads((RunPaths.of(root).phase(0, "warmup") / "policy.json").read_text())) == {
+    assert set(sealed.read(RunPaths.of(root).phase(0, "warmup") / "policy.json")) == {
         "config.json", "tokenizer.json", "model.safetensors",
     }  # fmt: skip
     text = shown(root)
@@ -106,6 +109,40 @@ def test_a_warmup_is_launched_shown_and_its_policy_proven_untouched(config, duri
     assert "before the explained variance had stopped rising" in shown(root)
     (RunPaths.of(root).phase(0, "warmup") / "result.json").unlink()
     assert "isn't finished" in shown(root)
+
+
+def test_what_it_left_is_verified(config, during, model):
+    during(lambda: warmed_up(config))
+    run_outside(config, "warmup", say=print)
+    paths = RunPaths.of(config.run.dir)
+    assert verify_run(paths.root).problems == [] and verify_run(paths.root).files == 7
+    for path in (
+        paths.warm_critic / "checkpoint.json",
+        paths.phase(0, "warmup") / "policy.json",
+        paths.config,
+        model / "config.json",
+    ):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-2])
+        assert any(path.name in line for line in verify_run(paths.root).problems), path
+        path.write_bytes(whole)
+    (paths.phase(0, "warmup") / "result.json").unlink()
+    with pytest.raises(IncompleteError, match="no readable phase result"):
+        verify_run(paths.root)
+
+
+def test_another_loop_s_directory_is_left_alone(config, during):
+    """One that slept, and whose lock was taken meanwhile, ends without a result of its own."""
+
+    def work():
+        warmed_up(config)
+        (RunPaths.of(config.run.dir).root / LOCK_FILE).write_text(
+            json.dumps({**this_process(), "host": "elsewhere", "token": "other"})
+        )
+
+    during(work)
+    with pytest.raises(OtherLoop, match="another loop has taken over this run"):
+        run_outside(config, "warmup", say=print)
 
 
 def test_a_policy_that_changes_meanwhile_is_named(config, during, model):  # verl#1209

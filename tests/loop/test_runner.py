@@ -10,12 +10,13 @@ import time
 import pytest
 from loop_commands import dummy_command
 
-from megatron_t1 import atomic
+from megatron_t1 import atomic, sealed
 from megatron_t1.config.compose import load_run_config, save
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.loop.lock import RunLock
 from megatron_t1.loop.runner import opened
 from megatron_t1.loop.steps import Step, all_steps
+from megatron_t1.loop.verify import verify_run
 from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
@@ -247,3 +248,50 @@ def test_a_jump_between_iterations_is_said_at_the_end_of_the_rollout(config):  #
             result.write(runner.paths.phase(iteration, "rollout"))
             runner._record(result, "launch", 1.0, 1)
     assert said == ["    alarm, iteration 2: episodes whose verifier failed: 0.3, 0.005 before"]
+
+
+def test_logs_of_an_attempt_are_never_continued_by_another(config):
+    """Whatever is known of the earlier one: its launch.json is damaged."""
+    with pytest.raises(T1Error, match="frobnicator"):
+        run(config, behave="fail")
+    directory = RunPaths.of(config.run.dir).phase(0, "evaluation")
+    (directory / "launch.json").write_text("{")
+    run(config)
+    assert sorted(path.name for path in (directory / "logs").iterdir()) == ["attempt_1", "attempt_2"]
+    assert "frobnicator" not in (directory / "logs/attempt_2/main.log").read_text()
+
+
+@pytest.mark.parametrize("damage", ["changed", "lost"])
+def test_rollouts_are_played_from_the_tasks_of_the_first(config, damage):
+    tasks = RunPaths.of(config.run.dir).tasks
+    tasks.parent.mkdir()
+    sealed.write(tasks, {"tasks": ["a"]})
+    with opened(config, say=lambda line: None, command=dummy_command) as runner:
+        runner.execute(Step(0, ("rollout",)))
+    assert verify_run(config.run.dir).problems == []
+    good = tasks.read_bytes()
+    tasks.write_text("{}") if damage == "changed" else tasks.unlink()
+    assert [line for line in verify_run(config.run.dir).problems if line.startswith("tasks.json")]
+    with pytest.raises(IncompleteError, match="choice of tasks"):
+        run(config)  # the phase of this test chooses none
+    cut_manifest(config, (1, "rollout"))
+    tasks.write_bytes(good)
+    assert run(config) and verify_run(config.run.dir).problems == []
+
+
+def test_a_run_whose_manifest_was_lost_is_still_one(config, capsys):
+    from megatron_t1.cli import main
+    from megatron_t1.config.inputs import is_run
+    from megatron_t1.loop.outside import run_outside
+
+    run(config)
+    paths = RunPaths.of(config.run.dir)
+    paths.manifest.unlink()
+    assert is_run(paths.root)
+    main(["slurm", "status", str(paths.root)])
+    said = capsys.readouterr()
+    assert "next: iteration 2: evaluation" in said.out and "going on from manifest.previous.json" in said.err
+    with pytest.raises(T1Error, match="this directory holds a training"):
+        run_outside(config, "sft", say=print)
+    run(config)
+    assert executions(config) == expected(config)  # the last step is taken from its own result

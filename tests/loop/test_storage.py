@@ -172,13 +172,16 @@ def test_what_killed_writers_left_is_swept_and_nothing_else(config):
     paths = rollouts(config, 1)
     half = [paths.root / "config.yaml.123.partial", paths.rollouts(0) / "a.safetensors.45.partial",
             paths.phase(0, "rollout") / "result.json.6.partial"]  # fmt: skip
-    deleting = paths.rollouts(7).with_name("iter_0007.deleting")
-    kept = [paths.rollouts(0) / "a.partial", paths.rollouts(0) / "x.1.partial.txt", paths.root / "mine.deleting/a"]
-    for path in [*half, *kept, deleting / "b"]:
+    directories = [paths.rollouts(7).with_name("iter_0007.deleting"), paths.root / "critic.partial",
+                   paths.checkpoint("actor", 2).with_name("iter_0002.replaced"),
+                   paths.hf(3, "").with_name("iter_0003.partial")]  # fmt: skip
+    kept = [paths.rollouts(0) / "a.partial", paths.rollouts(0) / "x.1.partial.txt", paths.root / "mine.deleting/a",
+            paths.root / "iter_2.partial/a", paths.root / "partial/a"]  # fmt: skip
+    for path in [*half, *kept, *(directory / "b" for directory in directories)]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert sorted(sweep(paths.root)) == sorted([*half, deleting])
-    assert all(path.exists() for path in kept) and not any(path.exists() for path in [*half, deleting])
+    assert sorted(sweep(paths.root)) == sorted([*half, *directories])
+    assert all(path.exists() for path in kept) and not any(path.exists() for path in [*half, *directories])
 
 
 def test_room_of_a_first_execution_is_estimated_from_the_model(config):
@@ -205,3 +208,24 @@ def test_a_file_system_without_inodes_is_named(config, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
     with pytest.raises(T1Error, match="too few free inodes for iteration 0: rollout: 7, about"):
         require_space(config, new_manifest(config), Step(0, ("rollout",)))
+
+
+def test_what_cannot_be_deleted_ends_no_training(config, monkeypatch, capsys):
+    """On a network file system a file that another node's process has open leaves a name in its directory."""
+    paths, manifest = make(config, 4), manifest_after(config, 4)
+    kept = left(paths, "checkpoints", "actor")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", lambda *_: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
+        retire(config, manifest)
+    assert "can't be deleted yet: Directory not empty" in capsys.readouterr().err
+    assert left(paths, "checkpoints", "actor") == kept == [1, 2, 3, 4]
+    retire(config, manifest)
+    assert left(paths, "checkpoints", "actor") == [3, 4]
+
+
+def test_what_is_retired_is_known_also_where_the_newest_manifest_is_lost(config):
+    paths, manifest = make(config, 4), manifest_after(config, 4)
+    manifest.write(paths.manifest)
+    retire(config, manifest)
+    paths.manifest.unlink()
+    assert "checkpoints/actor/iter_0001" in manifest.retired == Manifest.read(paths.manifest).retired

@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron_t1.report.metrics import MetricsWriter
 from megatron_t1.report.plots import write_plots
 from megatron_t1.report.show import print_run, print_summary
 from megatron_t1.report.transcript import VISIBLE, print_trajectories, print_transcript
-from megatron_t1.trajectory.record import Header, Origin, Trajectory, Verdict
+from megatron_t1.trajectory.record import Header, Origin, StepOutcome, Trajectory, Verdict
 from megatron_t1.trajectory.store import RolloutStore
 
 
@@ -137,6 +138,20 @@ def test_transcript_decodes_and_tells_the_verdict(with_trajectory):
 
 def test_control_characters_of_the_sandbox_do_not_reach_the_terminal():
     assert "a\x1b[2J\tb\nc\x07".translate(VISIBLE) == "a␛[2J\tb\nc␇"
+
+
+def test_control_characters_of_a_verifier_do_not_reach_the_terminal(with_trajectory):
+    store = RolloutStore(RunPaths.of(with_trajectory).rollouts(0))
+    before = store.load("task-1-0")
+    bad = Verdict(0, 0, -1, False, reason="crashed: \x1b]0;x\x07")
+    steps = (StepOutcome("one", 1, "submitted", bad), StepOutcome("two\u202e", 1, "submitted"))
+    for attempt, verdict in enumerate((Verdict(0, 1, 0, True, checks={"a\x1b[2J": False}), bad), start=1):
+        header = replace(
+            before.header, trajectory_id=f"task-1-{attempt}", attempt=attempt, verdict=verdict, steps=steps
+        )
+        store.add(replace(before, header=header))
+        text = shown(print_transcript, with_trajectory, header.trajectory_id)
+        assert not {"\x1b", "\x07", "\u202e"} & {*text} and r"\x1b" in text and r"two\u202e" in text
 
 
 def test_trajectories_are_listed(with_trajectory):

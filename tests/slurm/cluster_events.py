@@ -150,7 +150,8 @@ def successor_lost(training: Training) -> str:
     if waiting in training.cluster.queue():
         return f"job {waiting} was saved already"
     training.hurry()
-    training.wait(lambda: f"lost job {waiting}" in training.said(), "the link that notices it")
+    # The link itself may have been started again: by a controller that has forgotten that, too.
+    training.wait(lambda: training.successors() != [waiting], "another successor")
     return f"job {waiting} lost; another one in its place"
 
 

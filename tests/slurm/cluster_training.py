@@ -26,6 +26,7 @@ LOOP = (
     "rollout.samples_per_task=3 eval.limit=2 rollout.seeded=true rollout.engine.chunked_prefill=false "
     "train.actor.old_logprobs=recomputed cluster.backend=cpu"
 ).split()
+RELEASE_AFTER_S = 20.0  # a job whose start failed: longer than the run itself takes where something of it is alive
 FLAGS = {"chain": "--chain", "heterogeneous": "--het"}
 PARTITIONED = (
     'cluster.rollout.sbatch_args=["--partition=sampling"]',
@@ -135,10 +136,28 @@ class Training:
         return [step.key for step in Manifest.read(path).finished] if path.exists() else []
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = 0.0) -> None:
+        """Until the condition holds; meanwhile its user does what `t1 slurm status` says of jobs that are held."""
+        looked = time.monotonic()
+
+        def holds() -> bool:
+            nonlocal looked
+            if time.monotonic() > looked + RELEASE_AFTER_S:
+                looked = time.monotonic()
+                self._release_held()
+            return bool(condition())
+
         try:
-            self.cluster.wait(condition, seconds or self.limit_s, what)
+            self.cluster.wait(holds, seconds or self.limit_s, what)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()[-6000:]}\n{self.cluster.output('squeue')}") from error
+
+    def _release_held(self) -> None:
+        for job in set(self.jobs()) & self.cluster.queue():
+            if self.cluster.shown(job, "Reason") == slurm_jobs.LAUNCH_FAILED:
+                line = [sys.executable, "-m", "megatron_t1.cli", "slurm", "status", str(self.paths.root)]
+                said = subprocess.run(line, env=self.environment, capture_output=True, text=True).stdout
+                assert f"`scontrol release {job}`" in said, said
+                self.cluster.output("scontrol", "release", str(job))
 
     def wait_for(self, phase: str) -> None:
         """Until a phase is at work: in the middle of its episodes, or after its processes have met."""

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from jobs import ROOT, SCRIPT, TINY, environment, user_environment
 
+from megatron_t1.commands.slurm import job_lines, obstacle
 from megatron_t1.config.compose import compose
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import slurm_jobs
-from megatron_t1.loop.chain import Chain
+from megatron_t1.loop.chain import Chain, cancel_chain
 from megatron_t1.loop.steps import all_steps
 from megatron_t1.loop.submission import heterogeneous_job, one_job, resource_options
 from megatron_t1.manifest import Manifest
@@ -51,12 +52,93 @@ def test_each_kind_has_options_of_its_own():
     assert "--nodes=8" in train and "--partition=train" in train
 
 
+def test_a_component_without_a_heterogeneous_job_is_refused(tmp_path, capsys, monkeypatch):
+    from megatron_t1.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    words = ["slurm", "submit", "--dry-run", "experiment=ppo_122b", "run.dir=run", "cluster.train.het_group=1"]
+    assert main(words) == 2
+    assert "cluster.train.het_group=1: only a heterogeneous job has components" in capsys.readouterr().err
+
+
+def test_what_slurm_reads_of_a_run_s_name_is_plain():
+    odd = options_of("run.dir='/scratch/a%j b/50%'")
+    assert "--output=/scratch/a%%j b/50%%/slurm/%x-%j.log" in odd
+    names = [
+        one_job(compose(["experiment=ppo_122b"]), name)[0] for name in ("a b", "x JobState=FAILED", "a\nb", "", "ppo-1")
+    ]
+    assert names == [f"--job-name={name}" for name in ("a_b", "x_JobState_FAILED", "a_b", "t1", "ppo-1")]
+
+
 def test_the_list_of_jobs_survives_a_cut_line(tmp_path):
     slurm_jobs.note(tmp_path, 7, event="submitted")
     with open(tmp_path / slurm_jobs.JOBS_FILE, "a") as file:
         file.write('{"job": 8, "ev\n[1]\n')
     slurm_jobs.note(tmp_path, 9, event="began")
-    assert [line["job"] for line in slurm_jobs.noted(tmp_path)] == [7, 9]
+    with open(tmp_path / slurm_jobs.JOBS_FILE, "a") as file:
+        file.write('{"job": 10')  # the disk was full, and nothing after it, not even the end of the line, was written
+    slurm_jobs.note(tmp_path, 11, event="submitted")
+    assert [line["job"] for line in slurm_jobs.noted(tmp_path)] == [7, 9, 11]
+    assert slurm_jobs.damaged_notes(tmp_path) == 3
+
+
+def test_a_turned_bit_in_the_list_of_jobs_makes_no_job_of_somebody_else_the_run_s(tmp_path, monkeypatch):
+    slurm_jobs.note(tmp_path, 12, event="submitted", kind="run")
+    path = tmp_path / slurm_jobs.JOBS_FILE
+    path.write_bytes(path.read_bytes().replace(b'"job": 12', b'"job": 13'))
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: pytest.fail(f"asked for {command}"))
+    assert cancel_chain(tmp_path) == []
+    assert job_lines(tmp_path) == ["1 lines of slurm/jobs.jsonl aren't what was written: jobs may be missing here"]
+
+
+SCRIPTED = """#!/bin/bash
+echo x >> "$0.calls"
+line=$(sed -n "$(wc -l < "$0.calls")p" "$0.says")
+[[ $line == ok ]] && { echo Submitted; exit 0; }
+echo "$line" >&2
+exit 1
+"""
+AWAY, BUSY = (
+    "sbatch: error: Unable to contact slurm controller (connect failure)",
+    "Socket timed out on send/recv operation",
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "repeatable", "calls"),
+    [
+        ([AWAY, BUSY, "ok"], True, 3),
+        ([AWAY, "ok"], False, 2),
+        ([BUSY, "ok"], False, 1),
+        (["Invalid qos", "ok"], True, 1),
+    ],
+)
+def test_a_controller_that_is_away_or_busy_is_asked_again(tmp_path, monkeypatch, says, repeatable, calls):
+    """But a job that Slurm may have taken isn't handed in twice."""
+    program = tmp_path / "slurm"
+    program.write_text(SCRIPTED)
+    program.chmod(0o755)
+    Path(f"{program}.says").write_text("\n".join(says) + "\n")
+    monkeypatch.setattr(slurm_jobs.time, "sleep", lambda seconds: None)
+    if calls == len(says):
+        assert slurm_jobs.ask([str(program), "word"], repeatable=repeatable) == "Submitted\n"
+    else:
+        with pytest.raises(T1Error, match=says[0].split(" (")[0]) as caught:
+            slurm_jobs.ask([str(program), "word"], repeatable=repeatable)
+        assert ("squeue --me" in caught.value.remedy) == (says[0] == BUSY)
+    assert Path(f"{program}.calls").read_text().count("x") == calls
+
+
+@pytest.mark.parametrize(
+    ("reason", "priority", "says"),
+    [("launch_failed_requeued_held", 0, "`scontrol release 7` lets it try again"), ("Resources", 5, ""),
+     ("JobHeldUser", 0, "`scontrol release 7`"), ("JobHeldAdmin", 0, "an administrator"), ("Dependency", 0, ""),
+     ("DependencyNeverSatisfied", 0, "scancel 7"), ("PartitionTimeLimit", 5, "mend cluster.slurm.sbatch_args"),
+     ("Priority", 1, ""), ("BeginTime", 0, "")],
+)  # fmt: skip
+def test_what_keeps_a_job_from_starting_is_said_with_its_remedy(reason, priority, says):
+    job = slurm_jobs.Job(7, {"JobState": "PENDING", "Reason": reason, "Priority": str(priority)})
+    assert (says in obstacle(job)) if says else (obstacle(job) == "")
 
 
 def test_a_job_is_found_among_the_tasks_of_its_array(monkeypatch):
@@ -88,6 +170,20 @@ def test_a_number_that_slurm_gave_to_another_job_is_not_the_run_s(tmp_path, monk
     assert slurm_jobs.find_noted(tmp_path, 20).id == 20
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
+def test_a_clock_of_slurm_s_that_goes_otherwise_takes_no_job_from_the_run(tmp_path, monkeypatch, ahead_s):
+    def shown(seconds: float) -> str:
+        at = datetime.fromtimestamp(int(time.time()) + ahead_s + seconds).isoformat(timespec="seconds")
+        return f"JobId=20 JobState=PENDING SubmitTime={at} Restarts=0"
+
+    said = {"now": shown(0)}
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: said["now"])
+    slurm_jobs.note_submitted(tmp_path, slurm_jobs.find(20), kind="train", after=19)
+    assert slurm_jobs.find_noted(tmp_path, 20).id == 20
+    said["now"] = shown(2)  # the controller lost it, and gave its number to somebody's job
+    assert slurm_jobs.find_noted(tmp_path, 20) is None
+
+
 def test_an_address_that_slurm_does_not_tell_is_an_error(monkeypatch):
     monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: "NodeName=n1 NodeAddr=10.0.0.7 Port=1")
     assert slurm_jobs.node_address("n1") == "10.0.0.7"
@@ -101,7 +197,7 @@ def test_a_run_without_a_chain_says_so(tmp_path):
         Chain.read(tmp_path)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm/chain.json").write_text("[]")
-    with pytest.raises(T1Error, match="no chain"):
+    with pytest.raises(T1Error, match="it holds list, not an object"):
         Chain.read(tmp_path)
 
 
@@ -245,5 +341,5 @@ def test_a_job_handed_in_waits_for_a_controller_that_starts_again(cluster, tmp_p
     restarted = subprocess.Popen(["bash", "-c", "sleep 4; exec slurmctld"], env=cluster.env)
     job = slurm_jobs.submit(["-N1", "-o", os.devnull], script, [])
     restarted.wait()
-    assert cluster.finish(job) == "COMPLETED"
+    assert cluster.finish(job.id) == "COMPLETED"
     assert slurm_jobs.find(999999) is None

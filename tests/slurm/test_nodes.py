@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from megatron_t1.config.compose import compose
-from megatron_t1.loop import node_check
+from megatron_t1.loop import node_check, node_reports
 from megatron_t1.loop.launcher import BaseLauncher, Exit, PhaseCommand
 from megatron_t1.loop.node_reports import compare_nodes, needed_paths
 from megatron_t1.loop.slurm import PORT_TAKEN, PORT_TRIES, SlurmLauncher, gpu_lines
@@ -154,3 +154,11 @@ def test_ranks_whose_port_was_taken_meet_at_another(launcher, tmp_path, monkeypa
     result = launcher().launch(TRAIN, tmp_path)
     assert len(tries) == len(set(tries)) == launches
     assert result.code == (1 if taken >= PORT_TRIES else 0)
+
+
+def test_a_node_that_is_lost_while_it_is_looked_at_is_said(launcher, tmp_path, monkeypatch):
+    """srun's status is 0 when Slurm ends its step so."""
+    monkeypatch.setattr(node_reports, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(BaseLauncher, "launch", lambda self, command, logs, echo=None: Exit(0, logs, None, "", 1.0))
+    (problem,) = node_reports.node_problems(launcher("cluster.rollout.nodes=2"), "rollout", 2, 0)
+    assert problem.startswith("rollout: a node said nothing of itself") and "node_0.json" in problem

@@ -34,10 +34,16 @@ from megatron_t1.processes import start_ticks
 @pytest.mark.parametrize(
     ("text", "node"),
     [("n[1-4,7],gpu03", "n1"), ("gpu03", "gpu03"), ("gpu03,gpu04", "gpu03"), ("rack1-n[007-009]", "rack1-n007"),
-     ("a[3]b,c", "a3b")],
+     ("a[3]b,c", "a3b"), ("rack[1-2]n[01-16],x", "rack1n01")],
 )  # fmt: skip
 def test_first_node_of_a_list(text, node):
     assert first_node(text) == node
+
+
+@pytest.mark.parametrize("text", ["", ",", "[", "n[a-b]", "n[1"])
+def test_what_is_no_list_of_nodes_is_named(text):
+    with pytest.raises(T1Error, match="can't read the node list"):
+        first_node(text)
 
 
 def test_allocation_from_the_environment(monkeypatch):
@@ -178,7 +184,8 @@ def test_lock_of_a_job_on_another_node(cluster, tmp_path, monkeypatch):
     job = cluster.submit("-N1", "-o", os.devnull, str(script), cwd=tmp_path)
 
     def leave_lock(**more):
-        owner = {**this_process(), "host": "elsewhere", "token": "other", "slurm_job": str(job), **more}
+        owner = {**this_process(), "host": "elsewhere", "token": "other", "slurm_job": str(job)}
+        owner |= {"slurm_cluster": "virtual", **more}
         (tmp_path / LOCK_FILE).write_text(json.dumps(owner))
 
     cluster.wait(lambda: cluster.state(job) == "RUNNING", 20, "the job")

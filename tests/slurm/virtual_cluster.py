@@ -134,7 +134,9 @@ class VirtualCluster:
         self._kill(self.base / "run" / "slurmctld.pid")
 
     def wait_until_idle(self, seconds: float = 60) -> None:
-        """Until every node is there, and free."""
+        """Until every node is there, and free; what Slurm has drained of itself an administrator takes back."""
+        for node in self.output("sinfo", "-h", "-p", "debug", "-N", "-t", "drain", "-o", "%N").split():
+            self.output("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
         def idle() -> bool:
             return set(self.output("sinfo", "-h", "-p", "debug", "-N", "-o", "%T").split()) == {"idle"}
