@@ -54,13 +54,11 @@ def read_task(directory: Path, *, engine_builds: bool = False) -> Task:
     raw = _read_toml(directory, problems)
     found = check_document(raw)
     problems += [f"task.toml: {problem}" for problem in found.problems or _too_large_environments(raw)]
-    listed = raw.get("steps") or []
     instruction, steps, obstacles = "", [], []
-    if found.problems:
-        listed = []
-    if listed:
+    if raw.get("steps"):
+        listed = [] if found.problems else raw["steps"]
         steps = [_step(directory, raw, step, problems, obstacles) for step in listed]
-        instruction = steps[0].instruction
+        instruction = steps[0].instruction if steps else ""
     else:
         instruction = _instruction(directory, "instruction.md", problems)
         _require_tests(directory, "tests", problems)

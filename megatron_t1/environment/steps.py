@@ -11,13 +11,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from megatron_t1.environment.sandbox.interface import Sandbox
+from megatron_t1.environment.sandbox.interface import FileRefused, Sandbox
 from megatron_t1.environment.task import FINAL, Healthcheck, Step, Task
 from megatron_t1.trajectory.record import NOT_REACHED, StepOutcome, Verdict
 
 SETUP = "setup.sh"
 REWARD = "reward"  # what a min_reward without names is about
 SHOWN_OUTPUT = 300
+MAX_NAMES = 1 << 20  # characters of all steps' names of checks and rewards; a record's header holds them several times
 
 
 async def begin_step(sandbox: Sandbox, task: Task, number: int, timeout_s: float) -> str:
@@ -36,7 +37,10 @@ async def begin_step(sandbox: Sandbox, task: Task, number: int, timeout_s: float
     step, stage = task.steps[number], task.stages[number]
     files = await asyncio.to_thread(stage.workdir_files)
     if number or files:
-        await sandbox.resume(files)
+        try:
+            await sandbox.resume(files)
+        except FileRefused as error:
+            return f"its files can't be put in place: {error.problem}"
     if SETUP in files:
         result = await sandbox.execute(f'exec /bin/bash "$PWD/{SETUP}"', timeout_s)
         if result.exit_code != 0:
@@ -68,6 +72,16 @@ async def _unhealthy(sandbox: Sandbox, check: Healthcheck, timeout_s: float) -> 
 def not_ready(problem: str) -> Verdict:
     """Of a step whose agent never began: nobody's failure, so no zero."""
     return Verdict(0, 0, -1, trusted=False, reason=problem)
+
+
+def recordable(verdict: Verdict, before: Sequence[StepOutcome]) -> Verdict:
+    """The verdict of the step after `before`; untrusted where all names together are more than a record holds."""
+    verdicts = [verdict, *(outcome.verdict for outcome in before if outcome.verdict is not None)]
+    length = sum(len(name) for own in verdicts for names in (own.checks, own.rewards) for name in names)
+    if length <= MAX_NAMES:
+        return verdict
+    reason = f"the names of all steps' checks have {length} characters, at most {MAX_NAMES}"
+    return Verdict(0, 0, verdict.baseline, trusted=False, reason=reason)
 
 
 def below_minimum(step: Step, verdict: Verdict) -> str:

@@ -92,6 +92,7 @@ class Task:
         steps: of a task of several; each is played as `stages` has it.
         strategy: which steps count: MEAN, all of them, or FINAL, the last.
         step: in one of `stages`, the step's name.
+        gated: in one of `stages`, whether its own rewards decide about the next step.
         package: its name in a registry, "organisation/name"; "" when it states none.
         obstacles: what it needs and no sandbox here gives, by field. Such a task can be looked at, not played.
         metadata: the [metadata] table of task.toml. `result = "exit_code"` declares that the verifier leaves no result
@@ -118,6 +119,7 @@ class Task:
     steps: tuple[Step, ...] = ()
     strategy: str = MEAN
     step: str = ""
+    gated: bool = False
     obstacles: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -162,7 +164,7 @@ class Task:
 
     def _stage(self, step: Step) -> Task:
         prefix, known = f"{step.name}/", self.baseline_checks
-        own = None if known is None else {n.removeprefix(prefix): p for n, p in known.items() if n.startswith(prefix)}
+        own = {n.removeprefix(prefix): p for n, p in (known or {}).items() if n.startswith(prefix)} or None
         stage = replace(
             self,
             instruction=step.instruction,
@@ -174,6 +176,7 @@ class Task:
             check_names=tuple(n.removeprefix(prefix) for n in self.check_names if n.startswith(prefix)),
             steps=(),
             step=step.name,
+            gated=bool(step.min_reward),
         )
         if "image" in self.__dict__:
             stage.__dict__["image"] = self.image

@@ -18,6 +18,7 @@ NEWEST_SCHEMA = (1, 4)
 NETWORK_MODES = ("public", "no-network", "allowlist")
 MAX_SECONDS = 1e7
 MAX_STEP_NAME_BYTES = 255
+MAX_REWARD = 1e9
 
 Rule = Callable[[Any], str]  # what is wrong with a value, "" for nothing
 
@@ -132,10 +133,14 @@ def is_step_name(value: Any) -> str:
     return "" if fits else "is not a name that every file system takes"
 
 
+def is_reward(value: Any) -> str:
+    return "" if not is_number(value) and abs(value) <= MAX_REWARD else "is not a number"
+
+
 def is_threshold(value: Any) -> str:
     if isinstance(value, dict):
-        return "" if not any(map(is_number, value.values())) else "is not a table of numbers"
-    return is_number(value) and "is not a number or a table of numbers"
+        return "" if not any(map(is_reward, value.values())) else "is not a table of numbers"
+    return is_reward(value) and "is not a number or a table of numbers"
 
 
 def is_topology(value: Any) -> str:

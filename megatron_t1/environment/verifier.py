@@ -99,6 +99,9 @@ def _judged(task: Task, run: VerifierRun) -> Verdict:
     if _of_another_verifier(statuses, name, task.check_names):
         raise ResultError(f"{name} has none of the {len(task.check_names)} checks that the task's baseline names")
     rewards = own_rewards({own: run.files[own] for own in sources})
+    if task.gated and not rewards:  # the share of checks stands for rewards that aren't there, not for malformed ones
+        for own in (source for source in sources if source not in REPORTS):
+            _read(own, run)
     found = trusted(statuses, name, rewards, baseline=task.baseline, names=task.check_names)
     if found.solved and found.rewards and not any(found.rewards.values()):
         raise ResultError(f"all {found.total} checks of {name} pass, and the task's own reward is 0")

@@ -15,7 +15,6 @@ Of a task of several steps Harbor asks for one after another: each begins a new 
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any, override
 
@@ -27,7 +26,6 @@ from harbor.models.agent.context import AgentContext
 
 import megatron_t1
 from megatron_t1.environment.task import Task
-from megatron_t1.harbor.environment import SandboxEnvironment
 from megatron_t1.harbor.sandbox import EnvironmentSandbox
 from megatron_t1.rollout.agent import Attempt, Episode
 from megatron_t1.rollout.budget import EpisodeLimits
@@ -119,7 +117,8 @@ class TerminalAgent(BaseAgent):
 
     async def _play(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         task = Task("harbor", instruction, agent_timeout_s=self._limits.agent_timeout_s)
-        sandbox = _sandbox_of(environment, self._limits.output_limit)
+        # A shell of its own also in an environment of ours: what it defines there is nothing to Harbor's verifier.
+        sandbox = EnvironmentSandbox(environment, self._limits.output_limit)
         try:
             async with EngineClient(self._url, request_timeout_s=self._request_timeout_s) as client:
                 sampler, episode = EngineSampler(client, self._contract(), name="harbor"), self._episode
@@ -183,23 +182,3 @@ def rollout_detail(trajectory: Trajectory, first: int = 0) -> dict[str, list]:
         detail["completion_token_ids"].append(trajectory.ids[rows].tolist())
         detail["logprobs"].append(trajectory.logprobs[rows].tolist())
     return detail
-
-
-class _Borrowed:
-    """A running sandbox of ours behind the same protocol: it was started by Harbor, and goes on for its verifier."""
-
-    def __init__(self, environment: SandboxEnvironment):
-        self._environment, self.run = environment, environment.sandbox.run
-
-    async def start(self, task: Task) -> None:
-        """An agent of an earlier step may have left the shell somewhere else."""
-        await self.run(f"cd -- {shlex.quote(self._environment.workdir)}", 30.0)
-
-    async def stop(self) -> None:
-        pass
-
-
-def _sandbox_of(environment: BaseEnvironment, output_limit: int) -> Any:
-    if isinstance(environment, SandboxEnvironment):
-        return _Borrowed(environment)
-    return EnvironmentSandbox(environment, output_limit)

@@ -73,7 +73,7 @@ class SandboxEnvironment(BaseEnvironment):
 
     @property
     def sandbox(self) -> Sandbox:
-        """The running sandbox, for an agent that wants a persistent shell."""
+        """The running one. Its shell is the driver's: nothing that an agent writes is evaluated there."""
         if self._sandbox is None:
             raise RuntimeError("the environment was not started")
         return self._sandbox
@@ -134,7 +134,7 @@ class SandboxEnvironment(BaseEnvironment):
         place = f"/tmp/.t1-{secrets.token_hex(8)}"
         variables = shlex.join(f"{name}={value}" for name, value in (self._merge_env(env) or {}).items())
         run = f"env {variables} bash -c {shlex.quote(command)} > {place}.out 2> {place}.err < /dev/null"
-        # The shell may be elsewhere: an agent of ours works in it. An image's directory that is gone is not missed.
+        # An image's directory that is gone is not missed.
         words = f"cd -- {shlex.quote(cwd)} && exec {run}" if cwd else f"cd -- {shlex.quote(self.workdir)}; exec {run}"
         async with self._busy:
             result = await self.sandbox.run(f"({words})", float(timeout_sec or UNBOUNDED_S))

@@ -35,13 +35,14 @@ from megatron_t1.environment.sandbox.interface import (
     Change,
     CommandResult,
     Fetched,
+    FileRefused,
     SandboxLost,
     VerifierRun,
 )
 from megatron_t1.environment.sandbox.own_files import OwnFiles, child_command
 from megatron_t1.environment.task import Files, Task
 from megatron_t1.errors import ConfigError, T1Error
-from megatron_t1.harbor.shell import RemoteShell
+from megatron_t1.harbor.shell import RemoteShell, processes
 
 VERIFIER_OUTPUT_CHARACTERS = 20_000
 MARGIN_S = 60  # what a provider may need beyond a command's own limit
@@ -58,13 +59,14 @@ class EnvironmentSandbox:
     def __init__(self, environment: BaseEnvironment | None, output_limit: int = 16_000):
         self._environment, self._output_limit = environment, output_limit
         self._shell: RemoteShell | None = None
-        self._workdir, self._own = "/", OwnFiles()
+        self._workdir, self._own, self._spared = "/", OwnFiles(), ""
         self._initial: dict[str, tuple[str, str]] = {}
 
     async def start(self, task: Task) -> None:
         self._workdir = task.workdir or (await self._execute("pwd", 30.0)).strip() or "/"
         self._initial, self._own = await self._listing(), OwnFiles()
-        self._shell = RemoteShell(self._execute, self._put_file, self._workdir, self._output_limit)
+        self._spared = await processes(self._execute)
+        self._shell = self._new_shell()
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         if self._shell is None:
@@ -77,7 +79,9 @@ class EnvironmentSandbox:
     async def put_files(self, files: Files) -> None:
         for path, (content, mode) in files.items():
             place = shlex.quote(path)
-            await self._execute(f'mkdir -p -- "$(dirname -- {place})" && rm -f -- {place}', 60.0)
+            free = f'mkdir -p -- "$(dirname -- {place})" && rm -f -- {place} && [ ! -e {place} ] && echo free'
+            if (await self._execute(free, 60.0)).strip() != "free":
+                raise FileRefused(f"can't write {path}: something else stands there", where="the environment")
             await self._put_file(path, content)
             await self._execute(f"chmod {mode:o} -- {place}", 60.0)
 
@@ -154,7 +158,7 @@ class EnvironmentSandbox:
         else:  # a verifier ran
             await self._execute(f"rm -rf /tests {VERIFIER_DIR} && mkdir -p /tests {VERIFIER_DIR}", 60.0)
         await self.put_files(self._own.place(files, self._workdir))
-        self._shell = RemoteShell(self._execute, self._put_file, self._workdir, self._output_limit)
+        self._shell = self._new_shell()
 
     async def stop(self) -> None:
         shell, self._shell = self._shell, None
@@ -162,8 +166,13 @@ class EnvironmentSandbox:
             with contextlib.suppress(SandboxLost):
                 await shell.end()
 
+    def _new_shell(self) -> RemoteShell:
+        return RemoteShell(self._execute, self._put_file, self._workdir, self._output_limit, self._spared)
+
     async def _read(self, path: str, limit_bytes: int) -> bytes:
         """Raises ValueError: no regular file of this size."""
+        if (await self._execute(f"[ -L {shlex.quote(path)} ] && echo link", 60.0)).strip():
+            raise ValueError("is a symbolic link")
         fetched = await self.get_files([path], limit_bytes)
         if path not in fetched.files:
             raise ValueError(fetched.problems[path])

@@ -44,17 +44,23 @@ head -c "$half" "$1/out" | base64 | tr -d '\n'; echo
 tail -c "$((rest < half ? rest : half))" "$1/out" | base64 | tr -d '\n'; echo
 : > "$1/out"
 """
-# Kills what is not in the list of pids $1 (those before the session), except itself and what started it.
+# Lists the processes, as PID:TIME OF START: a number alone is given to another process in time.
+PROCESSES = r"""
+for folder in /proc/[0-9]*; do
+    stat=; read -r -d '' stat < "$folder/stat"; set -- ${stat##*)}; echo -n "${folder#/proc/}:${20} "
+done 2>/dev/null; exit 0
+"""
+# Kills what is not in the list of processes $1, except itself and what started it.
 KILL_NEW = r"""
-spared=" $1 $$ "; pid=$$
+spared=" $1 "; own=" $$ "; pid=$$
 while [ "$pid" -gt 1 ]; do
-    read -r -d '' stat < "/proc/$pid/stat"; set -- ${stat##*)}; pid=$2; spared="$spared$pid "
+    read -r -d '' stat < "/proc/$pid/stat"; set -- ${stat##*)}; pid=$2; own="$own$pid "
 done
 for round in 1 2 3; do for folder in /proc/[0-9]*; do
-    pid=${folder#/proc/}; [[ $spared == *" $pid "* ]] || kill -9 "$pid" 2>/dev/null
-done; done; exit 0
+    pid=${folder#/proc/}; stat=; read -r -d '' stat < "$folder/stat"; set -- ${stat##*)}
+    [[ $own == *" $pid "* || $spared == *" $pid:${20} "* ]] || kill -9 "$pid"
+done; done 2>/dev/null; exit 0
 """
-PIDS = "cd /proc && echo [0-9]*"
 COMMAND_BYTES = 60_000  # a longer command goes through a file: the kernel bounds one word of a command line
 
 Execute = Callable[[str, float], Awaitable[str]]
@@ -66,6 +72,11 @@ def script(text: str, *arguments: str) -> str:
     return f"/bin/bash --noprofile --norc -c {shlex.quote(text)} bash {shlex.join(arguments)}"
 
 
+async def processes(execute: Execute) -> str:
+    """Those that live now, for `RemoteShell`."""
+    return (await execute(script(PROCESSES), 30.0)).strip()
+
+
 class RemoteShell:
     """One bash.
 
@@ -74,14 +85,14 @@ class RemoteShell:
         put_file: `await put_file(path, content)`.
         cwd: directory to start in.
         output_limit: bytes of output kept of one command.
+        spared: `processes` that were there before any session.
     """
 
-    def __init__(self, execute: Execute, put_file: PutFile, cwd: str, output_limit: int):
+    def __init__(self, execute: Execute, put_file: PutFile, cwd: str, output_limit: int, spared: str):
         self._execute, self._put_file, self.cwd, self._output_limit = execute, put_file, cwd, output_limit
         self.start_directory = cwd
         self._folder = f"/tmp/.t1-session-{secrets.token_hex(8)}"
-        self._pid = ""
-        self._before: str | None = None
+        self._pid, self._spared = "", spared
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         """One command. Raises SandboxLost when the environment gives no shell."""
@@ -107,14 +118,11 @@ class RemoteShell:
         return CommandResult(None if timed_out else exit_code, output, timed_out, omitted)
 
     async def end(self) -> None:
-        """Kill everything that was not there before the session."""
+        """Kill everything that was not there before any session, a verifier's processes too."""
         self._pid = ""
-        if self._before is not None:
-            await self._execute(script(KILL_NEW, self._before), 30.0)
+        await self._execute(script(KILL_NEW, self._spared), 30.0)
 
     async def _start(self) -> None:
-        if self._before is None:
-            self._before = (await self._execute(PIDS, 30.0)).strip()
         self._pid = (await self._execute(script(START, self.cwd, self._folder, LOOP), 30.0)).strip()
         if not self._pid.isdigit():
             raise SandboxLost(

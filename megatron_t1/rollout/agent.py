@@ -322,7 +322,7 @@ def opening(task: Task, chat: ChatFormat, max_context: int) -> Conversation:
     if len(conversation.prompt) >= max_context:
         raise T1Error(
             f"the instruction has {len(conversation.prompt)} tokens, the context {max_context}",
-            where=f"task {task.name}",
+            where=f"task {task.name}{f', step {task.step}' if task.step else ''}",
             remedy="raise rollout.max_context or remove the task",
         )
     return conversation

@@ -85,10 +85,11 @@ def require_playable(plan: Plan, chat: ChatFormat) -> None:
     """What can be known of tasks before an engine starts (their files were checked when they were loaded).
 
     Raises:
-        T1Error: an instruction leaves no room for a turn.
+        T1Error: an instruction, of a step's too, leaves no room for a turn.
     """
     for task in {attempt.task.name: attempt.task for attempt in plan.attempts}.values():
-        opening(task, chat, plan.limits.max_context)
+        for stage in task.stages:
+            opening(stage, chat, plan.limits.max_context)
 
 
 def finished(store: RolloutStore, plan: Plan, contract: SamplingContract, policy: Policy) -> set[str]:

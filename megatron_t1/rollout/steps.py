@@ -11,7 +11,7 @@ import time
 from typing import Any, Protocol
 
 from megatron_t1.environment.sandbox.interface import Sandbox
-from megatron_t1.environment.steps import begin_step, below_minimum, combined, not_ready
+from megatron_t1.environment.steps import begin_step, below_minimum, combined, not_ready, recordable
 from megatron_t1.environment.task import Task
 from megatron_t1.rollout.budget import EpisodeLimits, within
 from megatron_t1.rollout.samplers import Sampler
@@ -59,6 +59,8 @@ async def play_steps(episode: Played, task: Task, verify: Any) -> None:
         end = await episode.turns(stage, left_s, last=last)
         left_s -= time.monotonic() + episode.sampler.earlier_s - began
         verdict = await episode.score(verify, stage)
+        if verdict is not None:
+            verdict = recordable(verdict, episode.steps)
         episode.steps.append(StepOutcome(stage.step, episode.stream.turns - before, end, verdict))
         episode.end_reason = end
         if last or (verdict is not None and not verdict.trusted):

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -110,7 +111,8 @@ class Campaign:
         paths = RunPaths.of(self.workshop.directory / name)
         shutil.rmtree(paths.root, ignore_errors=True)  # of a campaign that was stopped
         words = [*self.workshop.run_words(name), *(BY_SLURM if around else []), *VARIANTS[number % len(VARIANTS)]]
-        chaos = Chaos(self.workshop, name, self.seed * 1000 + number, wanted, words, self.durations, around)
+        killed = Counter(kill["kind"] for training in self.trainings for kill in training["kills"])
+        chaos = Chaos(self.workshop, name, self.seed * 1000 + number, wanted, words, self.durations, around, killed)
         failed, found = "", {}
         try:
             chaos.run()

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.workshop import MARK, Workshop, records
 Words = list[str]
 
 # What a process of each kind has in its command line. The first that fits names a process. Agents are coroutines of
-# the rollout worker.
+# the rollout worker. An engine's core is forked: where it can't change its title it looks as the engine, its parent.
 KINDS: dict[str, Callable[[Words], bool]] = {
     "engine core": lambda words: any("EngineCore" in word for word in words),
     "engine": lambda words: any("api_server" in word for word in words) and "supervisor" not in " ".join(words),
@@ -45,7 +46,8 @@ NONE = "between"  # no phase is there
 BETWEEN = 0.05  # share of kills without regard to where the loop is
 SPARED = 0.25  # share of launches that are left alone, so that a training gets to its end
 IN_A_WRITE = 0.3  # share of kills that strike a writer
-WAIT_S = 6.0  # for a process of a brief kind, or for a write
+WAIT_S = 6.0  # for a write
+BRIEF_WAIT_S = 30.0  # for a process of a brief kind: an engine starts first
 LONGEST_S = 15.0  # of a launch that the undisturbed training didn't have
 LONGEST_END_S = 30.0  # from a kill to the end of the loop or a new launch, of a kill that ends the phase
 LOOP_START_S = 4.0  # a start of the loop, until its first launch
@@ -77,13 +79,19 @@ def processes_by_kind(mark: str) -> dict[str, list[int]]:
         if not entry.name.isdigit():
             continue
         try:
-            words = Path(entry.path, "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+            words = _words(entry.name)
             kind = kind_of(words)
+            if kind == "engine" and kind_of(_words(_parent(entry.name))) == "engine":
+                kind = "engine core"
             if kind and (_carries(entry.name, needle) or _carries(_parent(entry.name), needle)):
                 found.setdefault(kind, []).append(int(entry.name))
         except OSError:
             continue
     return found
+
+
+def _words(pid: str) -> Words:
+    return Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
 
 
 def _carries(pid: str, needle: bytes) -> bool:
@@ -101,17 +109,19 @@ class Chaos:
         durations: seconds that a launch of these phases takes when nobody disturbs it, by its name ("rollout").
         wanted: how many kills; the run is left alone afterwards.
         around: command that the loop runs under (a Slurm allocation).
+        killed: kind -> how many were killed in trainings before this one; the rarest kinds come first.
     """
 
     def __init__(
         self, workshop: Workshop, name: str, seed: int, wanted: int, words: Words, durations: dict[str, float],
-        around: Words = (),
+        around: Words = (), killed: Counter[str] | None = None,
     ):  # fmt: skip
         self.workshop, self.words, self.wanted, self.around = workshop, words, wanted, list(around)
         self.paths = RunPaths.of(workshop.directory / name)
         self.durations = durations
         self.random = random.Random(seed)
         self.kills: list[Kill] = []
+        self.killed = Counter(killed or {})
         self.kept: dict[Path, dict[str, str]] = {}
         self.started = 0.0  # when the loop was started, seconds since the epoch
         # The launch in which a sandbox was killed: its episode is played once more; lost again, it would end untrusted.
@@ -172,16 +182,18 @@ class Chaos:
                 break
             time.sleep(0.01)
         writing = "" if path is None else _without_numbers(path)
+        self.killed[kind] += 1
         self.kills.append(Kill(kind, phase, after_s, writing, loop.poll(), time.monotonic() - began))
 
     def _victim(self, loop) -> tuple[str, int | None]:
         """A process of a kind that lives in this phase; a brief one is waited for."""
-        wanted, deadline = self.random.choice(self._kinds()), time.monotonic() + WAIT_S
-        if wanted in BRIEF and self.struck == self._launched():
-            wanted = "rollout worker"
+        launched, deadline = self._launched(), time.monotonic() + BRIEF_WAIT_S
+        kinds = [kind for kind in self._kinds() if kind not in BRIEF or self.struck != launched]
+        wanted = min(kinds, key=lambda kind: (self.killed[kind], self.random.random()))
         while True:
             alive = processes_by_kind(self.workshop.mark)
-            if alive.get(wanted) or wanted not in BRIEF or time.monotonic() > deadline or loop.poll() is not None:
+            over = time.monotonic() > deadline or loop.poll() is not None or self._launched() != launched
+            if alive.get(wanted) or wanted not in BRIEF or over:
                 break
         others = sorted(kind for kind in alive if kind not in BRIEF)
         kind = wanted if alive.get(wanted) else self.random.choice(others or [""])

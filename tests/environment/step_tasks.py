@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_t1.environment.loading import load_task
 from megatron_t1.environment.steps import begin_step
 from megatron_t1.environment.verifier import verify
 
@@ -32,6 +33,7 @@ WHO = "step"
 [[steps]]
 name = "ship"
 """
+FINAL = {"[agent]": 'multi_step_reward_strategy = "final"\n[agent]'}
 
 
 def exists(**paths: str) -> str:
@@ -70,6 +72,15 @@ def write_steps(folder, changes=None, toml=None):
     return folder
 
 
+def maker(folder):
+    """Writes such tasks into a folder, and loads them."""
+
+    def write(changes=None, toml=None, name="steps-task"):
+        return load_task(write_steps(folder / name, changes, toml))
+
+    return write
+
+
 async def play(sandbox, task, *commands):
     """Each step's command, or None for nothing; returns each step's verdict, or why it couldn't be begun."""
     said = []
@@ -95,3 +106,5 @@ async def check_three_steps(sandbox, task):
     assert ship.solved, ship
     plan, build = await play(sandbox, task, "touch alpha.txt queue.py", "touch beta.txt")
     assert not plan.trusted and not build.trusted and "/app/queue.py" in build.reason
+    plan, problem = await play(sandbox, task, "touch alpha.txt; mkdir -p data.txt/x", None)
+    assert plan.solved and "its files can't be put in place" in problem, problem

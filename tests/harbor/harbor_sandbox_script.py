@@ -5,7 +5,7 @@ import json
 import sys
 
 from megatron_t1.config.schema import SandboxConfig
-from megatron_t1.environment.sandbox.interface import Sandbox, SandboxLost
+from megatron_t1.environment.sandbox.interface import FileRefused, Sandbox, SandboxLost
 from megatron_t1.environment.task import Task, TaskContent
 from megatron_t1.environment.verifier import verify
 from megatron_t1.harbor.sandbox import HarborSandbox
@@ -13,6 +13,7 @@ from megatron_t1.harbor.sandbox import HarborSandbox
 TEST = b"""#!/bin/bash
 [ -e /tests/planted ] && exit 1
 ps -e | grep -c sleep
+setsid sleep 777 > /dev/null 2>&1 &
 grep -q done a.txt; echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 COMMANDS = [
@@ -52,6 +53,14 @@ async def main(engine: str) -> dict:
             await sandbox.run("true", 5)
         except SandboxLost:
             said["after"] = "refused"
+        await sandbox.resume({})
+        await verify(sandbox, task, 30.0)  # after a step in which the agent ran nothing
+        await sandbox.resume({})
+        said["alive"] = (await sandbox.run("ps -e | grep -c sleep", 20)).output
+        try:
+            await sandbox.resume({"n": (b"in a directory's place", 0o644)})
+        except FileRefused as error:
+            said["blocked"] = error.problem
     finally:
         await sandbox.stop()
     return said

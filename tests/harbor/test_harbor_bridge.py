@@ -129,6 +129,19 @@ def test_harbor_evaluates_a_model_with_our_agent(job, tmp_path):
     assert json.loads((trial / "agent/episode.json").read_text())["turns"] == 3
 
 
+def test_nothing_that_our_agent_defines_runs_for_harbors_verifier(job, tmp_path):
+    from megatron_t1.rollout.formats import load_format
+
+    model_dir = _model_dir(tmp_path)
+    chat = load_format("chatml_bash", model_dir)
+    fake = 'exec() { [ "$1" = env ] && { echo 1 > /logs/verifier/reward.txt; exit 0; }; builtin exec "$@"; }'
+    turns = [chat.command(fake)]
+    kwargs = {"url": "", "model_dir": str(model_dir), "max_turns": 5}
+    with _engine([*turns, chat.submission()]) as (kwargs["url"], _):
+        result, _ = job({"import_path": AGENT, "kwargs": kwargs})
+    assert result["exception_info"] is None and result["verifier_result"]["rewards"] == {"reward": 0.0}, result
+
+
 def test_harbor_runs_every_step_in_our_sandbox(job, tmp_path):
     from megatron_t1.environment.trials import read_trials
 
@@ -224,6 +237,7 @@ def test_a_harbor_environment_is_a_sandbox(harbor):
     changes = dict(said["changes"])
     assert changes["/app/a.txt"] == "modified" and changes["/app/d"] == "removed" and changes["/app/n/new/x"] == "added"
     assert said["verdict"] == [True, 1, 1, ""] and said["after"] == "refused"
+    assert said["alive"] == "0\n" and said["blocked"] == "can't write /app/n: something else stands there"
 
 
 def _model_dir(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +13,15 @@ from megatron_t1.audit.targets import find_all
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.loading import load_task
 from megatron_t1.environment.reward import DenseReward
-from megatron_t1.environment.sandbox.interface import CommandResult, SandboxLost
+from megatron_t1.environment.sandbox.bubblewrap import BubblewrapSandbox
+from megatron_t1.environment.sandbox.interface import CommandResult, FileRefused, SandboxLost
 from megatron_t1.environment.trials import read_trials
+from megatron_t1.errors import T1Error
 from megatron_t1.report.summary_file import read_summary
 from megatron_t1.rollout.agent import Attempt, run_episode
 from megatron_t1.rollout.budget import EpisodeLimits
 from megatron_t1.rollout.phase import run_phases
+from megatron_t1.rollout.plan import Plan, require_playable
 from megatron_t1.trajectory.record import EndReason, Header, Origin, StepOutcome, Verdict, load, save
 from megatron_t1.trajectory.selection import trainable
 from megatron_t1.trajectory.store import RolloutStore
@@ -157,11 +161,42 @@ def test_an_untrusted_step_excludes_the_episode(steps_task, chat):  # rllm#677
     assert outcome(record.header)[2] == ("ship", 0, "", None)
 
 
+def test_reports_of_all_steps_fit_into_a_record(steps_task, chat, tmp_path):
+    """What a tested program may make of its reports doesn't end the phase that reads the records."""
+    long = Verdict(1, 700, -1, trusted=True, checks={f"{number:03}{'x' * 997}": number == 0 for number in range(700)})
+    record = play(steps_task, chat, [chat.submission()] * 3, verdicts=(long, long, long))
+    assert [step.verdict and step.verdict.trusted for step in record.header.steps] == [True, False, None]
+    assert "have 1400000 characters" in record.header.verdict.reason and trainable(record) is not None
+    save(record, tmp_path / "record")
+    assert load(tmp_path / "record", verify=True).header == record.header
+
+
+def test_a_later_instruction_without_room_is_said_before_anything_starts(steps_task, chat):
+    long = dataclasses.replace(steps_task.steps[1], instruction="create beta.txt " * 300)
+    task = dataclasses.replace(steps_task, steps=(steps_task.steps[0], long))
+    plan = Plan("rollout", "", [Attempt(task, 0)], Path(), LIMITS, 1.0, routes=False)
+    with pytest.raises(T1Error, match="the instruction has") as caught:
+        require_playable(plan, chat)
+    assert caught.value.where == "task demo, step build"
+
+
 def test_a_setup_that_fails_is_no_zero(steps_task, chat):
     record = play(steps_task, chat, [chat.submission()] * 3, sandbox=StepSandbox(setups=[7]), verdicts=(2,))
     assert record.header.end_reason == EndReason.STEP_NOT_READY and not record.header.verdict.trusted
     assert record.header.verdict.reason == "step build: setup.sh failed (exit status 7): said"
     assert outcome(record.header)[1] == ("build", 0, "step_not_ready", 0)
+
+
+def test_what_an_agent_puts_in_the_way_of_a_step_gives_no_second_play(steps_task, chat):
+    class Blocked(StepSandbox):
+        async def resume(self, files):
+            raise FileRefused("can't write /app/data.txt: Is a directory")
+
+    sandbox = Blocked()
+    record = play(steps_task, chat, [chat.submission()] * 3, sandbox=sandbox, verdicts=(2,))
+    assert sandbox.starts == 1 and record.header.counts["retries"] == 0
+    assert record.header.end_reason == EndReason.STEP_NOT_READY and not record.header.verdict.trusted
+    assert "can't write /app/data.txt" in record.header.verdict.reason
 
 
 async def never():
@@ -298,9 +333,11 @@ of the second step<|im_end|>
 done<|im_end|>"""
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_a_rollout_and_an_evaluation_from_engine_to_audit(tiny_model, chat, tmp_path, monkeypatch):
-    """Real sandboxes and verifiers, the real client and phase; only what the model says is prepared."""
+@pytest.fixture
+def run_of_steps(tiny_model, chat, tmp_path, monkeypatch):
+    """A run's config: real sandboxes and verifiers, the real client and phase; only what the model says is prepared."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
 
     class Server(FakeServer):
         def __init__(self, *arguments, **options):
@@ -314,6 +351,38 @@ def test_a_rollout_and_an_evaluation_from_engine_to_audit(tiny_model, chat, tmp_
     config.env.tasks = config.eval.tasks = str(tmp_path / "tasks")
     config.env.agent_timeout_s = config.env.verifier_timeout_s = 60.0
     config.rollout.tasks_per_iteration = config.rollout.samples_per_task = config.eval.attempts = 1
+    return config
+
+
+def test_an_episode_that_ended_between_two_steps_continues(run_of_steps, chat, tmp_path, monkeypatch):
+    """The node is gone before the third step: the steps before are played from their answers, in a new sandbox."""
+    resume, calls = BubblewrapSandbox.resume, []
+
+    async def gone_once(self, files):
+        calls.append(files)
+        if len(calls) == 2:
+            raise T1Error("the node is gone")
+        await resume(self, files)
+
+    monkeypatch.setattr(BubblewrapSandbox, "resume", gone_once)
+    run_of_steps.rollout.in_flight = "continue"
+    with pytest.raises(T1Error, match="the node is gone"):
+        run_phases(run_of_steps, 0, ["rollout"])
+    monkeypatch.setattr("tests.rollout.test_episode_steps.COMMANDS", COMMANDS[4:])  # asked for no more than these
+    run_phases(run_of_steps, 0, ["rollout"])
+    (record,) = RolloutStore(tmp_path / "run/rollouts/iter_0000")
+    assert chat.decode(record.ids) == STREAM and record.header.counts["continued_turns"] == 4
+    assert outcome(record.header) == [
+        ("plan", 2, "submitted", 2),
+        ("build", 2, "submitted", 3),
+        ("ship", 2, "submitted", 0),
+    ]
+    (audit,) = [audit_target(target) for target in find_all([tmp_path / "run"])]
+    assert exit_status([audit]) == 0
+
+
+def test_a_rollout_and_an_evaluation_from_engine_to_audit(run_of_steps, chat, tmp_path):
+    config = run_of_steps
     results = run_phases(config, 0, ["evaluation", "rollout"])
     (record,) = RolloutStore(tmp_path / "run/rollouts/iter_0000")
     assert chat.decode(record.ids) == STREAM and record.routed[:-1].all()

@@ -29,7 +29,14 @@ from megatron_t1.environment.planted import describe_planted, exposed
 from megatron_t1.environment.protection import VERIFIER_DIR, verifier_environment, write_protected_tests
 from megatron_t1.environment.sandbox.disk import FULL, has_room
 from megatron_t1.environment.sandbox.inside import read_results
-from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
+from megatron_t1.environment.sandbox.interface import (
+    Change,
+    CommandResult,
+    Fetched,
+    FileRefused,
+    SandboxLost,
+    VerifierRun,
+)
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.own_files import OwnFiles, child_command
 from megatron_t1.environment.sandbox.process import limits_script
@@ -106,9 +113,13 @@ class ApptainerSandbox:
                 fetched.problems[path] = str(problem)
         return fetched
 
-    async def _read(self, path: str, limit_bytes: int) -> bytes:
+    async def _read_own(self, path: str, limit_bytes: int) -> bytes:
+        return await self._read(path, limit_bytes, follow="")
+
+    async def _read(self, path: str, limit_bytes: int, follow: str = "h") -> bytes:
         """Raises ValueError, which says what else than a regular file of this size is there."""
-        async with self._engine.open(*self._words("tar", "-C", "/", "-chf", "-", "--", path.lstrip("/"))) as tar:
+        words = self._words("tar", "-C", "/", f"-c{follow}f", "-", "--", path.lstrip("/"))
+        async with self._engine.open(*words) as tar:
             member, content = await archive.first_member(tar.stdout, limit_bytes)
         if not member.isreg():
             raise ValueError(archive.kind_of(member))
@@ -157,7 +168,7 @@ class ApptainerSandbox:
         # Looked at only now that nothing of the agent's can change it any more.
         surroundings = await asyncio.to_thread(exposed, task, env, self._workdir)
         planted = surroundings.planted(await self._changes()) if surroundings else []
-        doubt = describe_planted(await self._own.others(planted, self._read))
+        doubt = describe_planted(await self._own.others(planted, self._read_own))
         if doubt:
             await self._end_instance()
             return VerifierRun(None, "", False, doubt=doubt)
@@ -241,8 +252,10 @@ class ApptainerSandbox:
             await self._unpack(archive.pack(files))
 
     async def _unpack(self, data: bytes) -> None:
-        words = self._words("tar", "-C", "/", "--no-same-owner", "-xpf", "-")
-        await self._engine.check(*words, stdin=data, doing="put files into the sandbox")
+        done = await self._engine.call(*self._words("tar", "-C", "/", "--no-same-owner", "-xpf", "-"), stdin=data)
+        if done.exit_code != 0:
+            await self._engine.check(*self._words("true"), doing="put files into the sandbox")
+            raise FileRefused(f"can't write files: {done.stderr.strip()[-200:]}", where=self._instance)
 
     def _words(self, *command: str, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """A call that runs a command in the instance, under the limits of each process."""

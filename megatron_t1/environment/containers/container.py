@@ -30,6 +30,7 @@ from megatron_t1.environment.sandbox.interface import (
     Change,
     CommandResult,
     Fetched,
+    FileRefused,
     SandboxLost,
     VerifierRun,
 )
@@ -112,7 +113,10 @@ class ContainerSandbox:
 
     async def _put(self, files: Files) -> None:
         data = archive.pack(files)
-        await self._engine.check("cp", "-", f"{self._name}:/", stdin=data, doing="put files into the container")
+        done = await self._engine.call("cp", "-", f"{self._name}:/", stdin=data)
+        if done.exit_code != 0:
+            await self._engine.check("container", "inspect", self._name, doing="put files into the container")
+            raise FileRefused(f"can't write files: {done.stderr.strip()[-200:]}", where=f"container {self._name}")
 
     async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
         running(self._session)
@@ -230,9 +234,12 @@ class ContainerSandbox:
             return str(problem) == archive.DIRECTORY
         return False
 
-    async def _read(self, path: str, limit_bytes: int) -> bytes:
+    async def _read_own(self, path: str, limit_bytes: int) -> bytes:
+        return await self._read(path, limit_bytes, links=0)
+
+    async def _read(self, path: str, limit_bytes: int, links: int = LINKS) -> bytes:
         """Raises ValueError, which says what else than a regular file of this size is there."""
-        for _ in range(LINKS):
+        for _ in range(links + 1):
             async with self._engine.open("cp", f"{self._name}:{path}", "-") as process:
                 member, content = await archive.first_member(process.stdout, limit_bytes)
             if not member.issym():
@@ -272,7 +279,7 @@ class ContainerSandbox:
         changed = [entry for entry in await self._diff() if entry not in self._initial]
         found = suspicious(changed, self._image.facts, self._workdir)
         found = [entry for entry in found if entry[0] != CHANGED or not await self._is_directory(entry[1])]
-        others = await self._own.others([path for _, path in found], self._read)
+        others = await self._own.others([path for _, path in found], self._read_own)
         found = [entry for entry in found if entry[1] in others]
         if found:
             return describe(found)
@@ -280,7 +287,7 @@ class ContainerSandbox:
         env, real = self._verifier_env(task), self._image.real
         surroundings = await asyncio.to_thread(exposed, task, env, self._workdir, real)
         planted = surroundings.planted(changes, facts.programs, facts.modules)
-        return describe_planted(await self._own.others(planted, self._read))
+        return describe_planted(await self._own.others(planted, self._read_own))
 
     async def _has_room(self) -> bool:
         storage = await self._engine.storage()

@@ -6,8 +6,10 @@ agent's session to the verifier's, processes never do.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +24,14 @@ from megatron_t1.environment.sandbox.changes import Snapshot
 from megatron_t1.environment.sandbox.disk import FULL, has_room
 from megatron_t1.environment.sandbox.guarantees import guarantees
 from megatron_t1.environment.sandbox.inside import read_results
-from megatron_t1.environment.sandbox.interface import Change, CommandResult, Fetched, SandboxLost, VerifierRun
+from megatron_t1.environment.sandbox.interface import (
+    Change,
+    CommandResult,
+    Fetched,
+    FileRefused,
+    SandboxLost,
+    VerifierRun,
+)
 from megatron_t1.environment.sandbox.oneshot import run_script
 from megatron_t1.environment.sandbox.output import OutputBuffer
 from megatron_t1.environment.sandbox.overlay import OverlayRoot, may_mount_overlays
@@ -35,6 +44,8 @@ from megatron_t1.environment.task import Files, Task
 
 LOGS = "logs"  # what the verifier's processes see at /logs/verifier, on the sandbox's disk
 OPEN_FILES = 16_384  # descriptors of the driver
+# Of a write, what says something about the machine; everything else about what stands in the sandbox.
+OF_MACHINE = (errno.EIO, errno.ENOENT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ESTALE)
 
 
 class BubblewrapSandbox:
@@ -109,7 +120,8 @@ class BubblewrapSandbox:
                 try:
                     root.write(inside, content, mode)
                 except OSError as error:
-                    raise SandboxLost(f"can't write {inside}: {error.strerror}", where=str(root.path)) from error
+                    kind = SandboxLost if error.errno in OF_MACHINE else FileRefused
+                    raise kind(f"can't write {inside}: {error.strerror}", where=str(root.path)) from error
 
         await in_thread(write)
         self._look_at_disk()
@@ -166,8 +178,8 @@ class BubblewrapSandbox:
     async def resume(self, files: Files) -> None:
         self._started()
         await self._end_session()
-        placed = self._own.place(files, self._workdir)
-        await self.put_files(placed)
+        workdir = await in_thread(lambda: self._root.files.real(self._workdir))  # as changes are named
+        await self.put_files(self._own.place(files, workdir))
         self._shell = Shell(self._spawn_shell, self._workdir, self._output_limit)
 
     async def stop(self) -> None:
@@ -213,9 +225,15 @@ class BubblewrapSandbox:
             return found.planted(self._snapshot.changes(), programs_of(system), modules_of(system)) if found else []
 
         files = self._root.files
-        left = await self._own.others(
-            await in_thread(look), lambda path, limit: in_thread(lambda: files.read(path, limit))
-        )
+
+        def read(path: str, limit: int) -> bytes:
+            status = files.status(path.lstrip("/"))
+            if status is None or not stat.S_ISREG(status.st_mode):
+                raise ValueError("is not a regular file")
+            return files.read(path, limit)
+
+        planted = await in_thread(look)
+        left = await self._own.others(planted, lambda path, limit: in_thread(lambda: read(path, limit)))
         return describe_planted(left)
 
     def _look_at_disk(self) -> None:

@@ -16,6 +16,11 @@ class SandboxLost(T1Error):
     """The sandbox died, or can't be started or brought to the task's initial state: never the agent's result."""
 
 
+class FileRefused(SandboxLost):
+    """A file can't be written, and the sandbox lives: something else stands in its place, or there is no room. Between
+    two steps of a task that can be the agent's doing, so it is no reason to play the episode again."""
+
+
 @dataclass(frozen=True)
 class CommandResult:
     """Outcome of one command of the agent.
@@ -108,7 +113,8 @@ class Sandbox(Protocol):
         file's place is replaced, links above it are followed as a process inside would. The session goes on.
 
         Raises:
-            SandboxLost: a file can't be written (a path in the read-only system, no room, the sandbox is gone).
+            FileRefused: a directory in the file's place, a file in a folder's, a path in the read-only system, no room.
+            SandboxLost: the sandbox is gone.
         """
 
     async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
@@ -130,7 +136,8 @@ class Sandbox(Protocol):
         none of its tests and results is left. While nobody changes them, `files` count as built, not as changed.
 
         Raises:
-            SandboxLost: a file can't be written, or the sandbox is gone.
+            FileRefused: one of `files` can't be written. `run` is then refused.
+            SandboxLost: the sandbox is gone.
         """
 
     async def stop(self) -> None:

@@ -9,11 +9,15 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from megatron_t1.environment.task import Files
 
-Read = Callable[[str, int], Awaitable[bytes]]  # a regular file of at most so many bytes; raises OSError or ValueError
+# A regular file, not a link to one, of at most so many bytes; raises OSError or ValueError.
+Read = Callable[[str, int], Awaitable[bytes]]
 
 
 class OwnFiles:
-    """Files that the driver put in place for a step: no change of the agent's while they hold what was written."""
+    """Files that the driver put in place for a step: no change of the agent's while they hold what was written.
+
+    A link to the same content is one: where it leads, another file can be mounted when the tests run.
+    """
 
     def __init__(self) -> None:
         self._written: dict[str, tuple[int, bytes]] = {}  # absolute path -> size and digest
