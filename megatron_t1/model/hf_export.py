@@ -84,12 +84,7 @@ def export_hf(
         raise ConfigError(f"unknown dtype {dtype!r}", where="model.dtype", remedy="use float32 or bfloat16")
     if not out.is_relative_to(base):
         raise ConfigError(f"the export lies outside {base}", where=str(out))
-    if out == template_path or out in template_path.parents:
-        raise ConfigError(
-            "the export would replace the checkpoint that it takes names, settings and untrained tensors from",
-            where=str(out),
-            remedy="export to another directory",
-        )
+    require_other_directory(out, template_path)
     together(lambda: require_same_architecture(chunks, template_path, "policy"))
     with ExitStack() as stack:
         jobs: list[Job] = []
@@ -105,6 +100,16 @@ def export_hf(
     prefix = out.relative_to(base)
     files_of_all = [file for of_rank in (*written, *gather_objects(settings)) for file in of_rank]
     return [WrittenFile(str(prefix / file.path), file.size, file.sha256) for file in files_of_all]
+
+
+def require_other_directory(out: Path, template: Path) -> None:
+    """Raise ConfigError where an export to `out` would replace its template; cheap, so also before a training."""
+    if out.resolve() in (template.resolve(), *template.resolve().parents):
+        raise ConfigError(
+            "the export would replace the checkpoint that it takes names, settings and untrained tensors from",
+            where=str(out),
+            remedy="export to another directory (another run.dir)",
+        )
 
 
 def _prepare(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_t1.errors import ConfigError
-from megatron_t1.model.convert import export_hf, load_hf
+from megatron_t1.model.convert import export_hf, load_hf, require_other_directory
 from megatron_t1.phase import PhaseResult
 from megatron_t1.ppo.sums import Sums, means, weighted
 from megatron_t1.training.batch import MicroBatch
@@ -33,7 +33,8 @@ HOLDOUT_SEED = 1
 
 def run_sft(context: Context) -> PhaseResult:
     config = context.config
-    options = config.train.sft
+    options, model = config.train.sft, context.paths.root / "model"
+    require_other_directory(model, context.start_model)
     with context.timed("load_demonstrations"):
         facts = context.contract_facts()
         samples = load_demonstrations(
@@ -77,7 +78,6 @@ def run_sft(context: Context) -> PhaseResult:
     context.say(
         f"held-out loss {metrics['sft/held_out_loss_before']:.3f} -> {metrics['sft/held_out_loss']:.3f} nats/token"
     )
-    model = context.paths.root / "model"
     with context.timed("save"):
         files = engine.save(context.paths.checkpoint("sft", 1), 1, relative_to=context.paths.root)
     with context.timed("export"):

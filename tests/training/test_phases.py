@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_t1.errors import IncompleteError, MismatchError, T1Error
+from megatron_t1.errors import ConfigError, IncompleteError, MismatchError, T1Error
 from megatron_t1.paths import RunPaths
 from megatron_t1.trajectory.record import EndReason
 from megatron_t1.trajectory.sidecar import read_sidecar, write_sidecar
@@ -362,6 +362,9 @@ def test_sft_lowers_the_loss_and_leaves_a_model(make_run, run):
     assert {"config.json", "tokenizer.json", "generation_config.json"} <= {path.name for path in written.iterdir()}
     assert {file.path for file in result.outputs} >= {f"model/{path.name}" for path in written.iterdir()}
     config.model.path = str(written)
+    with pytest.raises(ConfigError, match="would replace the checkpoint"):
+        run("sft", config)
+    config.run.dir = str(Path(config.run.dir) / "again")
     assert run("sft", config).metrics["sft/held_out_loss_before"] == pytest.approx(result.metrics["sft/held_out_loss"])
 
 
