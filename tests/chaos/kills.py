@@ -25,7 +25,7 @@ from tests.workshop import MARK, Workshop, records
 Words = list[str]
 
 # What a process of each kind has in its command line. The first that fits names a process. Agents are coroutines of
-# the rollout worker. An engine's core is forked: where it can't change its title it looks as the engine, its parent.
+# the rollout worker. An engine's core that can't change its title looks as any spawned child of its engine.
 KINDS: dict[str, Callable[[Words], bool]] = {
     "engine core": lambda words: any("EngineCore" in word for word in words),
     "engine": lambda words: any("api_server" in word for word in words) and "supervisor" not in " ".join(words),
@@ -38,6 +38,7 @@ KINDS: dict[str, Callable[[Words], bool]] = {
     "rank": lambda words: "megatron_t1.training.main" in words,
     "loop": lambda words: "megatron_t1.cli" in words and "python" in words[0],
 }
+SPAWNED = "multiprocessing.spawn"
 OF_ROLLOUT = ("engine core", "engine", "verifier", "sandbox", "rollout worker")
 OF_TRAINING = ("torchrun", "rank")
 OF_BOTH = ("phase supervisor", "loop")
@@ -81,7 +82,7 @@ def processes_by_kind(mark: str) -> dict[str, list[int]]:
         try:
             words = _words(entry.name)
             kind = kind_of(words)
-            if kind == "engine" and kind_of(_words(_parent(entry.name))) == "engine":
+            if not kind and SPAWNED in " ".join(words) and kind_of(_words(_parent(entry.name))) == "engine":
                 kind = "engine core"
             if kind and (_carries(entry.name, needle) or _carries(_parent(entry.name), needle)):
                 found.setdefault(kind, []).append(int(entry.name))
