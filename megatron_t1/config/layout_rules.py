@@ -106,14 +106,23 @@ def _divisions(layout: LayoutConfig, a: ArchitectureConfig, where: str) -> Itera
         divisions.append(("linear_num_key_heads", "tensor x context", layout.tensor * layout.context))
         divisions.append(("linear_num_value_heads", "tensor x context", layout.tensor * layout.context))
     for name, axis, size in divisions:
-        if (value := getattr(a, name)) % size:
-            fitting = ", ".join(map(str, _nearest_divisors(value, size)))
-            yield f"model.architecture.{name}={value} is not a multiple of {where}.{axis}={size}; nearest: {fitting}"
+        yield from _multiple(a, name, f"{where}.{axis}", size)
+    yield from _shared_heads(a, f"{where}.tensor", layout.tensor)
+
+
+def _multiple(a: ArchitectureConfig, name: str, option: str, size: int) -> Iterator[str]:
+    if (value := getattr(a, name)) % size:
+        fitting = ", ".join(map(str, _nearest_divisors(value, size)))
+        yield f"model.architecture.{name}={value} is not a multiple of {option}={size}; nearest: {fitting}"
+
+
+def _shared_heads(a: ArchitectureConfig, option: str, size: int) -> Iterator[str]:
+    """Key and value heads are cut, or each is copied to as many ranks."""
     heads = a.num_key_value_heads
-    if heads % layout.tensor and layout.tensor % heads:
+    if heads % size and size % heads:
         yield (
-            f"model.architecture.num_key_value_heads={heads} and {where}.tensor={layout.tensor} don't divide each "
-            f"other; take a multiple or a divisor of {heads}"
+            f"model.architecture.num_key_value_heads={heads} and {option}={size} don't divide each other; take a "
+            f"multiple or a divisor of {heads}"
         )
 
 
@@ -129,20 +138,9 @@ def engine_problems(tensor: int, a: ArchitectureConfig) -> list[str]:
     names = ["num_attention_heads"]
     if a.full_attention_interval > 1:
         names += ["linear_num_key_heads", "linear_num_value_heads"]
-    wrong = []
-    for name in names:
-        if (value := getattr(a, name)) % tensor:
-            fitting = ", ".join(map(str, _nearest_divisors(value, tensor)))
-            wrong.append(
-                f"model.architecture.{name}={value} is not a multiple of rollout.engine.tensor_parallel={tensor}; "
-                f"nearest: {fitting}"
-            )
-    if not wrong and a.num_key_value_heads % tensor and tensor % a.num_key_value_heads:
-        wrong.append(
-            f"model.architecture.num_key_value_heads={a.num_key_value_heads} and rollout.engine.tensor_parallel="
-            f"{tensor} don't divide each other; take a multiple or a divisor of {a.num_key_value_heads}"
-        )
-    return wrong
+    option = "rollout.engine.tensor_parallel"
+    wrong = [problem for name in names for problem in _multiple(a, name, option, tensor)]
+    return wrong or list(_shared_heads(a, option, tensor))
 
 
 def _divisors(value: int) -> list[int]:

@@ -171,7 +171,7 @@ class Chaos:
         self.sandboxes |= {path.name for path in self._sandboxes()}
         began, launched = time.monotonic(), self._launched()
         try:
-            kind = kind or kind_of(Path(f"/proc/{victim}/cmdline").read_bytes().decode().split("\0"))
+            kind = kind or kind_of(_words(str(victim)))
             os.kill(victim, signal.SIGKILL)
         except OSError:  # it ended by itself
             return

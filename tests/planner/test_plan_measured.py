@@ -65,8 +65,10 @@ def planned_over_measured(case, rank, found):
     a, layout, dtype, role = config.model.architecture, config.layout, case["dtype"], case["role"]
     stage = rank // (layout.processes // layout.pipeline)
     chunks = chunks_of(a, layout, stage)
-    shapes = [list(each.shape) for chunk in chunks for each in chunk_parameters(a, layout, role, chunk)]
-    assert shapes == [shape for _, shape in found["parameters"]], case
+    planned = [[each.name, list(each.shape)] for chunk in chunks for each in chunk_parameters(a, layout, role, chunk)]
+    if layout.pipeline > 1:  # a stage's modules count its layers from 0
+        planned, found["parameters"] = [[shape for _, shape in named] for named in (planned, found["parameters"])]
+    assert planned == found["parameters"], case
     work = Workload(case["tokens"], micro_batches=case.get("micro_batches", 1), loss_share=0.5, fused=False)
     activations = stage_activations(a, layout, dtype, role, stage, work, chunk=config.train.logprob_chunk)
     total = rank_bytes(a, layout, dtype, role, rank).static_bytes + activations.peak

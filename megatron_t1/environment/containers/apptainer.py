@@ -33,7 +33,6 @@ from megatron_t1.environment.sandbox.interface import (
     Change,
     CommandResult,
     Fetched,
-    FileRefused,
     SandboxLost,
     VerifierRun,
 )
@@ -252,10 +251,8 @@ class ApptainerSandbox:
             await self._unpack(archive.pack(files))
 
     async def _unpack(self, data: bytes) -> None:
-        done = await self._engine.call(*self._words("tar", "-C", "/", "--no-same-owner", "-xpf", "-"), stdin=data)
-        if done.exit_code != 0:
-            await self._engine.check(*self._words("true"), doing="put files into the sandbox")
-            raise FileRefused(f"can't write files: {done.stderr.strip()[-200:]}", where=self._instance)
+        words = self._words("tar", "-C", "/", "--no-same-owner", "-xpf", "-")
+        await self._engine.put(*words, data=data, alive=self._words("true"), where=self._instance)
 
     def _words(self, *command: str, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """A call that runs a command in the instance, under the limits of each process."""

@@ -30,7 +30,6 @@ from megatron_t1.environment.sandbox.interface import (
     Change,
     CommandResult,
     Fetched,
-    FileRefused,
     SandboxLost,
     VerifierRun,
 )
@@ -112,11 +111,9 @@ class ContainerSandbox:
         await self._put(files)
 
     async def _put(self, files: Files) -> None:
-        data = archive.pack(files)
-        done = await self._engine.call("cp", "-", f"{self._name}:/", stdin=data)
-        if done.exit_code != 0:
-            await self._engine.check("container", "inspect", self._name, doing="put files into the container")
-            raise FileRefused(f"can't write files: {done.stderr.strip()[-200:]}", where=f"container {self._name}")
+        alive = ("container", "inspect", self._name)
+        where = f"container {self._name}"
+        await self._engine.put("cp", "-", f"{self._name}:/", data=archive.pack(files), alive=alive, where=where)
 
     async def get_files(self, paths: Sequence[str], limit_bytes: int) -> Fetched:
         running(self._session)

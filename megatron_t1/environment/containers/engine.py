@@ -21,7 +21,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from megatron_t1.environment.containers.tampering import ImageFacts
-from megatron_t1.environment.sandbox.interface import SandboxLost
+from megatron_t1.environment.sandbox.interface import FileRefused, SandboxLost
 from megatron_t1.errors import T1Error
 
 ENGINES = ("podman", "docker")
@@ -124,6 +124,21 @@ class Engine:
         if done.exit_code != 0:
             raise self.lost(doing, done.stderr)
         return done.text
+
+    async def put(self, *arguments: str, data: bytes, alive: Sequence[str], where: str) -> None:
+        """A call that unpacks an archive in a sandbox.
+
+        Args:
+            alive: a call that succeeds while the sandbox lives.
+
+        Raises:
+            FileRefused: it failed, and the sandbox lives.
+            SandboxLost: the sandbox is gone.
+        """
+        done = await self.call(*arguments, stdin=data)
+        if done.exit_code != 0:
+            await self.check(*alive, doing="put files into the sandbox")
+            raise FileRefused(f"can't write files: {done.stderr.strip()[-200:]}", where=where)
 
     def lost(self, doing: str, words: str) -> SandboxLost:
         return SandboxLost(f"can't {doing}: {words[-WORDS:]}", where=self.path, remedy=_remedy(words))
