@@ -84,8 +84,8 @@ def _measure(config: Config, backend: Any, case: dict[str, Any]) -> dict[str, An
 def count_all_threads() -> None:
     """Have torch's CPU allocator count what any thread allocates and frees.
 
-    By itself it counts in threads that are profiled. gloo's own aren't, and one of them is often the last to hold what an
-    all-to-all sent: such a tensor would count as held for ever.
+    By itself it counts in threads that are profiled. gloo's own aren't, and one of them is often the last to hold what
+    an all-to-all sent: such a tensor would count as held for ever.
     """
     import torch
 
