@@ -11,6 +11,8 @@ RUN apt-get update \
 
 # vLLM and everything compiled against its torch stay as they are.
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# Clusters mount the user's home: a torch in ~/.local would come before the image's.
+ENV PYTHONNOUSERSITE=1
 COPY requirements/rollout-gpu.txt /opt/megatron-t1/requirements/
 RUN python3 -m pip list --format=freeze \
     | grep -E '^(vllm|torch|torchvision|torchaudio|triton|transformers|flashinfer-python|xgrammar|nvidia-.*)==' \

@@ -8,6 +8,8 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # What the base was built with stays as it is: its torch and everything compiled against it. The base's own constraints
 # (PIP_CONSTRAINT) fix far more, some of it below what Megatron-Bridge asks for, so they are left aside.
 ENV PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# Clusters mount the user's home: a torch in ~/.local would come before the image's.
+ENV PYTHONNOUSERSITE=1
 COPY requirements/train-gpu.txt /opt/megatron-t1/requirements/
 RUN pip list --format=freeze \
     | grep -E '^(torch|torchvision|triton|pytorch-triton|transformer[-_]engine|apex|flash[-_]attn|nvidia-.*)==' \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -19,10 +20,13 @@ NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is fsynced and renamed over `path`, on failure removed."""
+    """Yield a temporary path beside `path`; on success it is fsynced and renamed over `path`, on failure removed.
+
+    Its name is this writer's own: processes of several nodes or containers may have one number.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         with naming(path):
             yield temporary
@@ -33,6 +37,19 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise
     with naming(path.parent):
         fsync_path(path.parent)
+
+
+def temporaries(path: Path, process: int) -> list[Path]:
+    """What a process of this number may have left of `path` when it was killed."""
+    return list(path.parent.glob(f"{glob.escape(path.name)}.*.{process}{TEMPORARY_SUFFIX}"))
+
+
+def look_anew(directory: Path) -> None:
+    """Have a network file system ask its server what is in a directory: who changes it forgets what was remembered."""
+    probe = directory / f".look.{os.urandom(4).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}"
+    with contextlib.suppress(OSError):
+        probe.touch()
+        probe.unlink()
 
 
 def fsync_path(path: Path) -> None:

@@ -175,10 +175,11 @@ Compares a Hugging Face checkpoint, Qwen3-MoE or Qwen3.5-MoE, with the model tha
 tensor is trained, carried over to exports (vision tower, multi-token prediction), or named as a problem. config.json
 and model.safetensors.index.json are enough to compare names; where weights are there, shapes and types are compared too
 (only headers are read). With a layout, every rank is visited: together they must load every tensor exactly once. Exit
-status 1 when something is wrong.
+status 1 when something is wrong. Needs no torch.
 
   t1 convert check models/Qwen3.5-122B-A10B
-  t1 convert check models/Qwen3.5-122B-A10B layout=gpus64 layout.expert=8""",
+  t1 convert check models/Qwen3.5-122B-A10B layout=gpus64 layout.expert=8
+  --config-dir DIR    more layouts of your own, in DIR/layout""",
         configured=False,
     ),
     Command(

@@ -67,10 +67,22 @@ _OS_REMEDIES = {
     errno.ENOTDIR: "name a directory; a file is in its way",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
+# What only some environments have (pyproject.toml): module -> what it is installed as, and the extra that asks for it.
+_PACKAGES = {
+    "torch": ("torch", "train"),
+    "megatron": ("megatron-core", "train"),
+    "vllm": ("vllm", "rollout"),
+    "transformers": ("transformers", "rollout"),
+    "renderers": ("renderers", "rollout"),
+    "httpx": ("httpx", "rollout"),
+    "jinja2": ("jinja2", "rollout"),
+    "libcst": ("libcst", "patch"),
+}
 
 
 def readable(error: BaseException) -> T1Error | None:
-    """What a user can read of an error from outside: a T1Error, an OSError, or a task group that holds one of them.
+    """What a user can read of an error from outside: a T1Error, an OSError, a package that this environment lacks, or a
+    task group that holds one of them.
 
     Returns:
         None for everything else, which is a defect and needs its traceback.
@@ -87,6 +99,13 @@ def readable(error: BaseException) -> T1Error | None:
         )
     if isinstance(error, RuntimeError) and str(error).startswith(LOOP):  # of pathlib
         return T1Error("links lead in a circle (ELOOP)", where=str(error).removeprefix(LOOP).strip("'"), remedy=_PATH)
+    if isinstance(error, ModuleNotFoundError) and (package := _PACKAGES.get((error.name or "").partition(".")[0])):
+        name, extra = package
+        return T1Error(
+            f"{name} isn't installed in this environment (no module {error.name})",
+            where=sys.executable,
+            remedy=f"run it in an environment that has it: pip install 'megatron-t1[{extra}]', or an image of docker/",
+        )
     if isinstance(error, BaseExceptionGroup):
         found = [readable(inner) for inner in error.exceptions]
         return found[0] if all(found) else None

@@ -16,6 +16,7 @@ from typing import Any, get_origin, get_type_hints
 
 from megatron_t1 import atomic, sealed
 from megatron_t1.errors import IncompleteError, warn
+from megatron_t1.paths import number_of
 from megatron_t1.phase import RESULT_FILE, PhaseResult
 
 MANIFEST_VERSION = 2
@@ -85,11 +86,19 @@ class Manifest:
     contracts: dict[str, Any] = field(default_factory=dict)  # SHA-256 -> sampling contract of finished rollouts
     retired: list[str] = field(default_factory=list)  # directories that were deleted by policy (loop.storage)
     tasks_sha256: str = ""  # of tasks.json, once a rollout has been played by it
+    jobs: dict[str, Any] = field(default_factory=dict)  # the last line of the list of Slurm jobs (loop.job_list)
     version: int = MANIFEST_VERSION
 
     @property
     def keys(self) -> set[Key]:
         return {step.key for step in self.finished}
+
+    @property
+    def settled(self) -> set[Key]:
+        """Finished steps, and evaluations that can't be made up for: the policies' exports were deleted by policy."""
+        warmup = self.config.get("loop.warmup_iterations", 0)
+        gone = {number_of(name) for name in self.retired if name.startswith("hf/")} - {None}
+        return self.keys | {(policy + warmup, "evaluation") for policy in gone}
 
     def find(self, key: Key) -> FinishedStep | None:
         return next((step for step in self.finished if step.key == key), None)

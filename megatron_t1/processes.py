@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+RUN_MARK = "T1_RUN"  # environment variable that every process of a run's launches inherits
+LAUNCH_MARK = "T1_LAUNCH"  # the same for one launch
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 

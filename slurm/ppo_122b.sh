@@ -18,12 +18,30 @@ EXPERIMENT=ppo_122b
 
 # From here on all scripts of this directory are the same.
 # Before its time is over the job stops cleanly and queues itself again (cluster.slurm.max_requeues times at most); so
-# does Slurm after a node failure. It goes on after the last finished step, as does the same command when it is
-# submitted again. Before anything starts the allocation is compared with what the layout needs, and its nodes with each
-# other. Slurm runs a copy of this file from its spool directory, so nothing beside it is read: `t1` comes from T1 (a
-# path), from PATH, or from .venv in the directory the job was submitted from.
+# does Slurm after a node failure, and the job itself on a node where `t1` can't be run, which it leaves out then. It
+# goes on after the last finished step, as does the same command when it is submitted again. Before anything starts the
+# allocation is compared with what the layout needs, and its nodes with each other. Slurm runs a copy of this file from
+# its spool directory, so nothing beside it is read: `t1` comes from T1 (a path), from PATH, or from .venv in the
+# directory the job was submitted from.
 
 set -euo pipefail
+
+elsewhere() {
+    trap '' TERM
+    local node=${SLURMD_NODENAME:-$(hostname)} job=${SLURM_JOB_ID:-0} out
+    echo "error: job $job can't begin on $node: $1" >&2
+    out=$(scontrol show job "$job" -o | sed -n '1s/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    if [[ $out == "(null)" ]]; then out=; fi
+    if (($(scontrol show hostnames "$out" | wc -l) < 8)); then
+        echo "  it is queued again, for other nodes" >&2
+        scontrol update "JobId=$job" Requeue=1
+        if scontrol requeue "$job"; then
+            scontrol update "JobId=$job" "ExcNodeList=${out:+$out,}$node" || scontrol hold "$job"
+        fi
+    fi
+    exit 127
+}
+
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
 
 if [[ -z "${T1:-}" ]]; then
@@ -38,6 +56,7 @@ if [[ -z "${T1:-}" ]]; then
     fi
 fi
 
+"$T1" --version >/dev/null || elsewhere "$T1 can't be run"
 echo "job ${SLURM_JOB_ID:-none} on ${SLURM_JOB_NUM_NODES:-1} nodes: ${SLURM_JOB_NODELIST:-$(hostname)}"
 # exec: Slurm's signal before the time limit reaches t1 itself, which ends the running phase and keeps what is finished.
 exec "$T1" run "+experiment=$EXPERIMENT" cluster=slurm "$@"

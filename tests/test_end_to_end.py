@@ -30,18 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    """Tasks, demonstrations, and a start model that has seen a few of them."""
-    place = Workshop(tmp_path_factory.mktemp("end_to_end"))
-    place.t1("tasks", "generate", *place.options)
-    place.t1("model", "init", *place.options, place.untaught)
-    place.t1("tasks", "demonstrate", *place.options, place.untaught)
-    place.teach()
-    yield place
-    shutil.rmtree(place.scratch)
-
-
-@pytest.fixture(scope="module")
 def finished(workshop) -> RunPaths:
     """A run from start to end, critic, actor and export in one process group."""
     said = workshop.run("run")
@@ -90,6 +78,8 @@ def require_what_it_says(paths: RunPaths, expected: list[tuple[int, str]]) -> di
 def test_a_run_leaves_what_it_says(workshop, finished):
     metrics = require_what_it_says(finished, EVERY_STEP)
     assert metrics[1, "actor"]["gap/logprob_gap_replay"] < 2e-6  # fp32: both sides agree on every sampled token
+    # Taught policies run commands in their shells.
+    assert sum(record.header.counts["commands"] for record in RolloutStore(finished.rollouts(0))) >= 6
     assert "nothing is left to do" in workshop.run("run")
 
 
@@ -98,7 +88,7 @@ def test_a_hybrid_model_goes_through_the_same_loop(workshop, tmp_path_factory):
     place = Workshop(tmp_path_factory.mktemp("hybrid"), model="tiny_hybrid", tasks=workshop, seeded=False)
     try:
         place.t1("model", "init", *place.options, place.untaught)
-        place.teach()
+        place.teach("train.sft.tokens=5000")
         assert "done:" in place.run("run", "loop.evaluate_first=false")
         paths = RunPaths.of(place.directory / "run")
         actor = require_what_it_says(paths, EVERY_STEP[1:])[1, "actor"]

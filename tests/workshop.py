@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "T1_TEST_MARK"
 SIZES = (
     "generate.train=12 generate.held_out=6 generate.demonstrations=150 generate.workers=4 "
-    "train.sft.tokens=5000 train.sft.holdout=10 train.critic.minibatches=2 train.critic.warmup_epochs=1 "
+    "train.sft.tokens=30000 train.sft.holdout=10 train.critic.minibatches=2 train.critic.warmup_epochs=1 "
     "loop.warmup_iterations=1 loop.iterations=1 rollout.tasks_per_iteration=4 rollout.samples_per_task=3 "
     "rollout.engine.omp_threads=1 eval.attempts=2"
 ).split()
@@ -78,9 +78,21 @@ class Workshop:
         """The option that names the start model."""
         return f"model.path={self.directory}/start"
 
-    def teach(self) -> None:
+    def furnish(self) -> None:
+        """Tasks, demonstrations, and a start model that they have taught to run commands; what is there stays."""
+        for made, words in (
+            ("start", "model init"),
+            ("tasks", "tasks generate"),
+            ("demonstrations", "tasks demonstrate"),
+        ):
+            if not (self.directory / made).exists():
+                self.t1(*words.split(), *self.options, self.untaught)
+        if not (self.directory / "sft/model").exists():
+            self.teach()
+
+    def teach(self, *more: str) -> None:
         """Show the demonstrations to the start model."""
-        said = self.t1("train", "sft", *self.options, self.untaught, f"run.dir={self.directory}/sft")
+        said = self.t1("train", "sft", *self.options, *more, self.untaught, f"run.dir={self.directory}/sft")
         assert "held-out loss" in said
 
     def run(self, name: str, *more: str, status: int = 0) -> str:

@@ -11,9 +11,11 @@ from megatron_t1.report.printable import printable
 def check(invocation: Invocation) -> int:
     parser = Parser(prog="t1 convert check", add_help=False)
     parser.add_argument("checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="layout=NAME")
-    options = parser.parse_args(invocation.arguments)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="layout=NAME")
+    parser.add_argument("--config-dir", action="append", default=[])
+    options = parser.parse_intermixed_args(invocation.arguments)
     from megatron_t1.config.compose import compose
+    from megatron_t1.config.validate import phase_layout_problems
     from megatron_t1.model.accounting import account_for
 
     if other := [word for word in options.overrides if not word.startswith(("layout=", "layout."))]:
@@ -22,7 +24,9 @@ def check(invocation: Invocation) -> int:
             where="t1 convert check",
             remedy="give a checkpoint, and options of layout",
         )
-    layout = compose(options.overrides, config_dirs=invocation.config_dirs).layout if options.overrides else None
+    layout = compose(options.overrides, config_dirs=options.config_dir).layout if options.overrides else None
+    if layout is not None and (wrong := phase_layout_problems(layout)):
+        raise ConfigError("; ".join(wrong), where="t1 convert check")
     account = account_for(options.checkpoint, layout)
     a, names = account.architecture, account.names
     print(
@@ -42,7 +46,8 @@ def check(invocation: Invocation) -> int:
         _print_layout(account.layout, layout)
     for problem in account.problems:
         print(f"PROBLEM: {printable(problem)}")
-    print(f"{len(account.problems)} problems" if account.problems else "every tensor is accounted for, exactly once")
+    count = "1 problem" if len(account.problems) == 1 else f"{len(account.problems)} problems"
+    print(count if account.problems else "every tensor is accounted for, exactly once")
     return 1 if account.problems else 0
 
 

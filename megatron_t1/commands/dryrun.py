@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -31,7 +32,10 @@ def dryrun(invocation: Invocation) -> int:
     if invocation.print_config:
         return max(print_config(config) for _, config in layouts)
     for _, config in layouts:
-        check(config, more=[*unbuildable(config), *installed_core_problems(config)])
+        here = not config.cluster.train.python  # a dry run starts no container
+        check(
+            config, more=[*unbuildable(config), *_python_problems(config), *installed_core_problems(config, here=here)]
+        )
         require_vocabulary(config)
     roles = ROLES[:1] if "--policy" in invocation.flags else ROLES
     runs = [
@@ -73,12 +77,17 @@ def _layouts(invocation: Invocation) -> list[tuple[str, Config]]:
         config = with_vocabulary(absolute(compose(overrides, config_dirs=invocation.config_dirs)))
         if not Path(config.model.path).is_dir():
             config.model.path = ""  # the architecture's numbers are all that is needed of it
-        layouts.append((name.removeprefix("layout=") or _name(overrides), config))
+        layouts.append((name.removeprefix("layout=") or _name(overrides, config.model.name), config))
     return layouts
 
 
-def _name(overrides: Sequence[str]) -> str:
-    return next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("layout=")), "layout")
+def _name(overrides: Sequence[str], otherwise: str) -> str:
+    return next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("layout=")), otherwise)
+
+
+def _python_problems(config: Config) -> list[str]:
+    python = config.cluster.train.python
+    return [f"cluster.train.python={python}: no such interpreter"] if python and shutil.which(python) is None else []
 
 
 def layout_text(found: LayoutFindings, config: Config) -> str:

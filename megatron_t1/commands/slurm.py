@@ -14,11 +14,12 @@ from megatron_t1.commands.run import run_inputs, say, stoppable
 from megatron_t1.config.inputs import is_run, run_dir_problems
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import check, unbuildable
-from megatron_t1.errors import ConfigError, IncompleteError
-from megatron_t1.loop import slurm_jobs
-from megatron_t1.loop.chain import Chain, cancel_chain, next_kind, run_link, submit_link, waiting_links
-from megatron_t1.loop.headway import finished_keys
+from megatron_t1.errors import ConfigError, IncompleteError, T1Error
+from megatron_t1.loop import job_list, slurm_jobs
+from megatron_t1.loop.chain import cancel_chain, next_kind, run_link
+from megatron_t1.loop.headway import finished_keys, headway
 from megatron_t1.loop.launcher import KINDS
+from megatron_t1.loop.links import Chain, fill, listed, note_unstarted, waiting_links
 from megatron_t1.loop.lock import lock_owner
 from megatron_t1.loop.requeue import answering_for_its_job, release_if_held
 from megatron_t1.loop.runner import opened, read_launch
@@ -26,10 +27,11 @@ from megatron_t1.loop.steps import Step, next_step, progress
 from megatron_t1.loop.submission import (
     heterogeneous_job,
     heterogeneous_overrides,
+    job_arguments,
     job_options,
     one_job,
     resource_options,
-    t1_command,
+    script_of,
     write_script,
 )
 from megatron_t1.manifest import Manifest
@@ -52,16 +54,20 @@ def submit(invocation: Invocation) -> int:
     name = Path(config.run.dir).name
     if "--chain" in invocation.flags:
         return _submit_chain(config, invocation)
-    words = ["run", *_config_dirs(invocation), *invocation.arguments]
+    plain = [*_config_dirs(invocation), *invocation.arguments]
+    words = ["run", *plain]
     options = one_job(config, name)
     if "--het" in invocation.flags:
         options, words = heterogeneous_job(config, name), [*words, *heterogeneous_overrides()]
     if "--dry-run" in invocation.flags:
-        say(shlex.join(["sbatch", *options, f"{config.run.dir}/slurm/job.sh", *t1_command(*words)]))
+        say(shlex.join(["sbatch", *options, str(script_of(config.run.dir)), *job_arguments(config.run.dir, *words)]))
         return 0
-    job = slurm_jobs.submit(options, write_script(config.run.dir), t1_command(*words), directory=Path.cwd())
-    slurm_jobs.note_submitted(config.run.dir, job, kind="run", after=None)
-    _say_submitted(config, job.id)
+    again = shlex.join(["t1", "slurm", "submit", *sorted(invocation.flags), *plain])
+    arguments = job_arguments(config.run.dir, *words)
+    job = slurm_jobs.submit(options, write_script(config.run.dir), arguments, directory=Path.cwd())
+    command = f"cd {shlex.quote(str(Path.cwd()))} && {again}"
+    slurm_jobs.note_submitted(config.run.dir, job, kind="run", after=None, command=command)
+    _say_submitted(config, [job.id])
     return 0
 
 
@@ -73,9 +79,10 @@ def _submit_chain(config: Config, invocation: Invocation) -> int:
     if "--dry-run" in invocation.flags:
         for each in KINDS:
             options = [*job_options(config, f"t1-{each}"), *resource_options(config, [each])]
-            command = t1_command("slurm", "link", config.run.dir, each)
-            say(shlex.join(["sbatch", *options, f"{config.run.dir}/slurm/job.sh", *command]))
+            command = job_arguments(config.run.dir, "slurm", "link", config.run.dir, each)
+            say(shlex.join(["sbatch", *options, str(script_of(config.run.dir)), *command]))
         return 0
+    job_list.mend(config.run.dir, say)
     waiting = waiting_links(config.run.dir)
     if waiting:
         raise ConfigError(
@@ -84,13 +91,14 @@ def _submit_chain(config: Config, invocation: Invocation) -> int:
             remedy=f"`t1 slurm status {config.run.dir}` shows them, `t1 slurm cancel {config.run.dir}` ends them",
         )
     Chain([*_config_dirs(invocation), *invocation.arguments], str(Path.cwd())).write(config.run.dir)
+    note_unstarted(config.run.dir, headway(config, finished_keys(config)), say)
     slurm_jobs.note(config.run.dir, 0, event="chain")
-    _say_submitted(config, submit_link(config, kind, after=None))
+    _say_submitted(config, fill(config, kind, None, say))
     return 0
 
 
-def _say_submitted(config: Config, job: int) -> None:
-    say(f"job {job}; `t1 slurm status {config.run.dir}` tells how it is, {config.run.dir}/slurm holds its log")
+def _say_submitted(config: Config, jobs: list[int]) -> None:
+    say(f"{listed(jobs)}; `t1 slurm status {config.run.dir}` tells how it is, {config.run.dir}/slurm holds its log")
 
 
 def _config_dirs(invocation: Invocation) -> list[str]:
@@ -141,6 +149,7 @@ def link(invocation: Invocation) -> int:
 
 def cancel(invocation: Invocation) -> int:
     run = _run_argument(invocation, "cancel")
+    job_list.mend(run, say)  # no job is left that was in a line which is gone
     ended = cancel_chain(run)
     say(f"ended: jobs {', '.join(map(str, ended))}" if ended else "no job of this run waits or works")
     return 0
@@ -158,14 +167,37 @@ def status(invocation: Invocation) -> int:
         say(f"loop: process {owner['pid']} on {owner['host']}{job}")
     if config is None:
         say("the run has not begun")
-        return 0
+        return _say_going_on(run)
     manifest = Manifest.read(paths.manifest)
-    step = next_step(config.loop, manifest.keys)
-    done, total = progress(config.loop, manifest.keys)
+    step = next_step(config.loop, manifest.settled)
+    done, total = progress(config.loop, manifest.settled)
     say(f"finished: {done} of {total} steps" + ("" if step else "; nothing is left to do"))
     if step is not None:
         say(f"{'now' if owner else 'next'}: {step}{_attempts(paths, step)}")
+    return 0 if step is None or owner else _say_going_on(run)
+
+
+def _say_going_on(run: str | Path) -> int:
+    if command := going_on(run):
+        say(f"no job of this run waits or works; this goes on: {command}")
     return 0
+
+
+def going_on(run: str | Path) -> str:
+    """The command that goes on with a run whose jobs are all over; "" while one is not, or where none was handed in."""
+    lines = slurm_jobs.noted(run)
+    jobs = [slurm_jobs.find_noted(run, job) for job in {line["job"] for line in lines if line["job"]}]
+    if any(job is not None and job.alive for job in jobs):
+        return ""
+    for line in reversed(lines):
+        if line.get("command"):
+            return line["command"]
+        if line.get("event") == "chain":
+            break
+    try:
+        return Chain.read(run).command
+    except IncompleteError:
+        return ""
 
 
 def _attempts(paths: RunPaths, step: Step) -> str:
@@ -182,10 +214,13 @@ def job_lines(run: str | Path) -> list[str]:
     """One line for each job of the run that Slurm still knows, and what stands in the way of those that wait."""
     kinds = {line["job"]: line.get("kind") or "run" for line in slurm_jobs.noted(run) if line["job"]}
     jobs = {number: slurm_jobs.find_noted(run, number) for number in kinds}
+    began = {line["job"] for line in slurm_jobs.noted(run) if line.get("event") == "began"}
     forgotten = sum(job is None for job in jobs.values())
     lines = [f"{forgotten} earlier jobs are over, and forgotten by Slurm"] if forgotten else []
-    if damaged := slurm_jobs.damaged_notes(run):
-        lines.append(f"{damaged} lines of {slurm_jobs.JOBS_FILE} aren't what was written: jobs may be missing here")
+    if damaged := job_list.damage(run):
+        lines.append(f"{damaged}: jobs may be missing here")
+        for job in _unlisted(run):
+            kinds[job.id], jobs[job.id] = job_list.kind_of(job), job
     for number, job in jobs.items():
         if job is None:
             continue
@@ -196,9 +231,30 @@ def job_lines(run: str | Path) -> list[str]:
         again = f", queued again {job.restarts} times" if job.restarts else ""
         why = f" ({job.reason})" if job.reason else ""
         lines.append(f"job {number:<8} {kind:<8} {job.state}{why}{where}{when}{again}")
-        if job.state in slurm_jobs.WAITING and (remedy := obstacle(job)):
+        if remedy := obstacle(job) if job.state in slurm_jobs.WAITING else refusal(job, number in began):
             lines.append(f"    {remedy}")
     return lines
+
+
+def _unlisted(run: str | Path) -> list[slurm_jobs.Job]:
+    try:
+        return job_list.unlisted(run)
+    except T1Error:
+        return []
+
+
+def refusal(job: slurm_jobs.Job, began: bool) -> str:
+    """Why a job that is over never began; "" for one that did, and for one that somebody took out of the queue."""
+    if began or job.alive:
+        return ""
+    node = job.fields.get("BatchHost") or "a node"
+    if job.refused:
+        return f"{node} didn't start it (prolog, slurmd, its spool directory): its slurmd's log there says why"
+    if job.fields.get("ExitCode") in ("126:0", "127:0"):
+        return f"t1 can't be run on {node}: the interpreter, or the file system it is on, isn't there"
+    if job.state == "NODE_FAIL":
+        return f"{node} was lost before the job began"
+    return ""
 
 
 def obstacle(job: slurm_jobs.Job) -> str:

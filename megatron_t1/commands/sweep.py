@@ -81,7 +81,10 @@ def _wait(process: subprocess.Popen) -> int:
         received.append(number)
         process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         status = process.wait()
     finally:

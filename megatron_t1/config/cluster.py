@@ -52,6 +52,7 @@ class SlurmConfig:
     requeue_within_s: float = 900.0  # a job that is stopped so close to its end queues itself again; ours
     max_requeues: int = 50  # so many times; ours
     max_failures: int = 3  # jobs of a chain in a row that may finish no step; ours
+    spare_links: int = 2  # jobs of a chain that wait behind the next one, for the case that no node starts it; ours
     preflight: bool = True  # before the first phase of a job: look at every node, from each kind's environment
     max_clock_difference_s: float = 10.0  # between two nodes' clocks; ours
 

@@ -93,10 +93,14 @@ def core_problems(architecture: ArchitectureConfig, layout: LayoutConfig, core_v
     ]
 
 
-def installed_core_problems(config: Config) -> list[str]:
-    """`core_problems` of the megatron-core in this environment, where training phases run in it."""
+def installed_core_problems(config: Config, *, here: bool = False) -> list[str]:
+    """`core_problems` of the megatron-core in this environment, where training phases run in it.
+
+    Args:
+        here: the model is built in this environment, wherever training phases run.
+    """
     train = config.cluster.train
-    if train.python or train.container:
+    if not here and (train.python or train.container):
         return []
     try:
         version = metadata.version("megatron-core")

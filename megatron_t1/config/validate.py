@@ -69,7 +69,8 @@ POSITIVE = (
 ).split()
 NOT_NEGATIVE = (
     "loop.warmup_iterations loop.iterations loop.evaluate_every loop.keep_rollouts loop.keep_exports "
-    "loop.keep_evaluated cluster.phase_retries cluster.slurm.max_requeues cluster.rollout.nodes cluster.train.nodes "
+    "loop.keep_evaluated cluster.phase_retries cluster.slurm.max_requeues cluster.slurm.spare_links "
+    "cluster.rollout.nodes cluster.train.nodes "
     "cluster.rollout.gpus_per_node cluster.train.gpus_per_node rollout.engine.kv_cache_bytes eval.limit eval.max_turns "
     "env.min_turns eval.temperature reward.cap reward.penalty "
     "train.actor.entropy_coef train.actor.kl_coef train.actor.clip_low train.actor.clip_high "
@@ -124,9 +125,7 @@ def validate(config: Config) -> list[str]:
         for key, value in flat.items()
         if isinstance(value, float) and not math.isfinite(value)
     ]
-    problems += [
-        f"layout.{phase}.{wrong}" for phase in PHASES_APART for wrong in _not_of_a_phase(getattr(config.layout, phase))
-    ]
+    problems += phase_layout_problems(config.layout)
     if problems:
         return problems  # the arithmetic below needs sane numbers
     parts = (_layout, _cluster, _ranges, _rollout, _selection, _engine, _budgets, _training, _places, target_problems)
@@ -171,6 +170,11 @@ def layout_problems(config: Config) -> list[str]:
             if getattr(layout, phase)
         ]
     return problems
+
+
+def phase_layout_problems(layout: LayoutConfig) -> list[str]:
+    """What layout.critic and layout.export name and can't, one line each."""
+    return [f"layout.{phase}.{wrong}" for phase in PHASES_APART for wrong in _not_of_a_phase(getattr(layout, phase))]
 
 
 def _not_of_a_phase(own: dict[str, Any]) -> list[str]:

@@ -20,10 +20,8 @@ import time
 from pathlib import Path
 
 from megatron_t1.errors import T1Error
-from megatron_t1.processes import marked, send, start_ticks
+from megatron_t1.processes import LAUNCH_MARK, RUN_MARK, marked, send, start_ticks
 
-RUN_MARK = "T1_RUN"  # environment variable that every process of a run's launches inherits
-LAUNCH_MARK = "T1_LAUNCH"  # the same for one launch
 GRACE, FREE_SHARE = "T1_GROUND_GRACE_S", "T1_GPU_FREE_SHARE"
 KILLED_S = 10.0  # from SIGKILL to a process's end; longer only where it hangs in the kernel
 MEMORY_S = 60.0  # from a process's end until its GPU's memory is free

@@ -14,9 +14,9 @@ _STEP = re.compile(r"step_(\d+)", re.ASCII)  # of training.progress
 
 
 def finished_keys(config: Config) -> set[Key]:
-    """Finished steps of the run in run.dir; none where there is no run."""
+    """Steps of the run in run.dir that are finished, or can't be any more; none where there is no run."""
     path = RunPaths.of(config.run.dir).manifest
-    return Manifest.read(path).keys if Manifest.exists(path) else set()
+    return Manifest.read(path).settled if Manifest.exists(path) else set()
 
 
 def headway(config: Config, finished: Collection[Key]) -> list[int]:

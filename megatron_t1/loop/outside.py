@@ -20,7 +20,7 @@ from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.loop import start_model
 from megatron_t1.loop.launcher import PhaseCommand, make_launcher, next_attempt, require_success
 from megatron_t1.loop.lock import RunLock
-from megatron_t1.loop.runner import stop_signals
+from megatron_t1.loop.runner import go_on, stop_signals
 from megatron_t1.loop.storage import sweep
 from megatron_t1.manifest import Manifest
 from megatron_t1.paths import RunPaths
@@ -77,7 +77,7 @@ def run_outside(config: Config, phase: str, *, say: Callable[[str], None]) -> Ph
         directory = paths.phase(0, phase)
         (directory / RESULT_FILE).unlink(missing_ok=True)
         shutil.rmtree(paths.root / OUTSIDE[phase].leaves, ignore_errors=True)
-        policy = start_model.describe(model)
+        policy = start_model.describe(model, say=say, before_file=lambda: go_on(received))
         command = PhaseCommand(
             phase, "train", "megatron_t1.training.main",
             ("--run", str(paths.root), "--iteration", "0", "--roles", phase),

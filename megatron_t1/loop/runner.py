@@ -21,7 +21,8 @@ from megatron_t1 import atomic, sealed
 from megatron_t1.config.compose import save
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
-from megatron_t1.loop.fence import LAUNCH_FILE
+from megatron_t1.fence import LAUNCH_FILE
+from megatron_t1.loop import job_list
 from megatron_t1.loop.ground import LAUNCH_MARK
 from megatron_t1.loop.launcher import (
     KINDS,
@@ -37,10 +38,10 @@ from megatron_t1.loop.lock import RunLock
 from megatron_t1.loop.manifest import config_digest, open_manifest
 from megatron_t1.loop.position import contract_of, position_of
 from megatron_t1.loop.space import require_space
-from megatron_t1.loop.steps import Key, Step, next_step, predecessors, progress, readers
+from megatron_t1.loop.steps import Key, Step, all_steps, next_step, predecessors, progress, readers
 from megatron_t1.loop.storage import retire, sweep
 from megatron_t1.manifest import FinishedStep, Manifest
-from megatron_t1.paths import RunPaths
+from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs, summarised
 from megatron_t1.report.metrics import MetricsWriter
 from megatron_t1.report.monitor import alarms
@@ -77,13 +78,23 @@ class Runner:
 
     def run(self, kind: str = "") -> int:
         """Run every step that is left, or until one of another kind is next; returns how many were."""
+        retire(self.config, self.manifest)  # options that let more go make room before it is asked for
+        self._say_unevaluated()
         count = 0
-        while (step := next_step(self.config.loop, self.manifest.keys)) is not None and kind in ("", step.kind):
-            finished, total = progress(self.config.loop, self.manifest.keys)
+        while (step := next_step(self.config.loop, self.manifest.settled)) is not None and kind in ("", step.kind):
+            finished, total = progress(self.config.loop, self.manifest.settled)
             self.say(f"[{finished + 1}/{total}] {step}")
             self.execute(step)
             count += 1
         return count
+
+    def _say_unevaluated(self) -> None:
+        """Name the policies whose evaluation the options ask for now that their exports are gone."""
+        wanted = {key for step in all_steps(self.config.loop) for key in step.keys}
+        missed = sorted(wanted & self.manifest.settled - self.manifest.keys)
+        if missed:
+            numbers = ", ".join(str(Counters(i, self.config.loop.warmup_iterations).policy) for i, _ in missed)
+            self.say(f"not evaluated, since their exports were deleted (loop.keep_exports): policies {numbers}")
 
     def execute(self, step: Step, *, retries: int = 0) -> list[PhaseResult]:
         """Run one launch (or adopt what an interrupted loop left of it) and record it.
@@ -106,6 +117,8 @@ class Runner:
         logs = self.paths.phase(step.iteration, pending[0]) / "logs" / f"attempt_{attempt}"
         result = self.launcher.launch(command, logs, echo=lambda line: self.say(f"    {line}"))
         self.lock.require_held()
+        if result.code == 0:
+            self._wait_for_results(step, self.launcher.late_files_s(result))
         # srun's status is 0 when Slurm ends a step because it lost a node.
         lost = result.code == 0 and any(not (self.paths.phase(*key) / RESULT_FILE).exists() for key in step.keys)
         if retries < self.config.cluster.phase_retries and (lost or may_pass(result)):
@@ -187,6 +200,19 @@ class Runner:
         self._require_outputs(result, directory)
         return result
 
+    def _wait_for_results(self, step: Step, late_s: float) -> None:
+        """Until what a phase on another node has written is seen here, or as long as that may take."""
+        deadline = time.monotonic() + late_s
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                for key in step.keys:
+                    self._checked(key)
+                return
+            except IncompleteError:
+                for key in step.keys:
+                    atomic.look_anew(self.paths.phase(*key))
+                time.sleep(min(1.0, left))
+
     def _require_outputs(self, result: PhaseResult, directory: Path) -> None:
         wrong = missing_outputs(result, self.paths.root)
         if wrong:
@@ -256,6 +282,7 @@ class Runner:
                 contract=digest,
             )
         )
+        self.manifest.jobs = job_list.mend(self.paths.root, self.say)
         self.manifest.write(self.paths.manifest)
 
     def forget(self, key: Key) -> None:
@@ -302,8 +329,6 @@ def opened(
             former = f"process {lock.former['pid']} on {lock.former['host']}"
             say(f"waiting for {former} to end its phase: this loop has taken the run over")
         lock.wait_for_former(config.cluster.stop_grace_s, lambda: len(received))
-        sweep(paths.root)
-        manifest = open_manifest(config)
         launcher = make_launcher(config, lambda: received[0] if received else lock.lost)
         problems = launcher.preflight(kinds)
         if problems:
@@ -311,7 +336,10 @@ def opened(
                 "phases can't be started here:\n" + "\n".join(f"  - {problem}" for problem in problems),
                 remedy="nothing was started",
             )
+        sweep(paths.root)
+        manifest = open_manifest(config, say=say, before_file=lambda: go_on(received))
         save(config, paths.config)
+        manifest.jobs = job_list.mend(paths.root, say)
         manifest.write(paths.manifest)
         metrics = MetricsWriter(paths)
         try:
@@ -322,7 +350,10 @@ def opened(
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Remember SIGTERM, SIGINT and SIGHUP instead of dying of them; a second one of the same kind acts as usual."""
+    """Remember SIGTERM, SIGINT and SIGHUP instead of dying of them; a second one of the same kind acts as usual.
+
+    A process that was started to outlive its terminal (nohup) goes on ignoring SIGHUP.
+    """
     received: list[int] = []
     previous = {}
 
@@ -331,12 +362,18 @@ def stop_signals() -> Iterator[list[int]]:
         signal.signal(number, previous[number])
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        previous[number] = signal.signal(number, remember)
+        if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
+            previous[number] = signal.signal(number, remember)
     try:
         yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    go_on(received)
+
+
+def go_on(received: Sequence[int]) -> None:
+    """Raises Stopped where one of `stop_signals` was received."""
     if received:
         raise Stopped(received[0])
 

@@ -22,6 +22,8 @@ from megatron_t1.loop.worker import WORKER, WORKERS
 
 PORTS = range(20000, 32000)  # below the range from which Linux takes ports for outgoing connections
 PORT_TRIES = 5
+LATE_FILES_S = 90.0  # a node's NFS client remembers for a minute that a file wasn't there
+ABORTED = re.compile(r"node failure|step aborted|CANCELLED AT", re.IGNORECASE)
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|port \d+ can't be used", re.IGNORECASE)
 # Each task finds its place in the group from what Slurm tells it.
 RANK_LINES = ("export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",)
@@ -175,6 +177,10 @@ class SlurmLauncher(BaseLauncher):
 
     def main_log(self, log_dir: Path) -> Path:
         return log_dir / "rank_0.log"
+
+    def late_files_s(self, ended: Exit) -> float:
+        """None are to come where srun says that Slurm ended its step, though with status 0."""
+        return 0.0 if ABORTED.search(read_end(ended.log)) else LATE_FILES_S
 
     def rank_logs(self, log_dir: Path) -> dict[int, list[Path]]:
         return {int(path.stem.removeprefix("rank_")): [path] for path in sorted(log_dir.glob("rank_*.log"))}

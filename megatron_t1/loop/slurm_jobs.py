@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_t1 import sealed
-from megatron_t1.errors import T1Error, naming
+from megatron_t1.errors import T1Error
 
 JOBS_FILE = "slurm/jobs.jsonl"  # of a run: the jobs that were handed in for it, and that started
 WAITING, WORKING = ("PENDING",), ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
@@ -66,6 +66,21 @@ class Job:
         """Whether somebody ended it; not known while it is COMPLETING, however it came to that."""
         return self.state.startswith("CANCELLED")
 
+    @property
+    def refused(self) -> bool:
+        """Whether a node didn't start the batch script (prolog, slurmd's spool directory, the file for its output), and
+        the job isn't queued again. Slurm calls that CANCELLED, too: it has nodes then, and no signal has ended it.
+        """
+        by_slurm = self.cancelled and bool(self.nodes) and self.fields.get("ExitCode") == "0:0"
+        return by_slurm or self.reason == "JobLaunchFailure"
+
+    @property
+    def end(self) -> str:
+        """How and where it ended."""
+        code, _, number = self.fields.get("ExitCode", "0:0").partition(":")
+        how = [self.state, self.reason, f"exit status {code}" * (code != "0"), f"signal {number}" * (number > "0")]
+        return ", ".join(filter(None, how)) + (f", on {self.nodes}" if self.nodes else "")
+
     def when(self, field: str) -> float | None:
         """StartTime, EndTime or SubmitTime as seconds since the epoch; None where it isn't known."""
         try:
@@ -91,7 +106,16 @@ def find(job: int) -> Job | None:
 
 def components(job: int) -> list[Job]:
     """What Slurm shows for a number: one job; all components of a heterogeneous one, all tasks of an array."""
-    said = ask(["scontrol", "show", "job", str(job), "-o"], unknown="Invalid job id") or ""
+    return _shown([str(job)])
+
+
+def of_script(script: Path) -> list[Job]:
+    """All jobs that Slurm knows, of anybody, with this batch script. Raises as `find`."""
+    return [job for job in _shown([]) if f"{job.fields.get('Command', '')} ".startswith(f"{script} ")]
+
+
+def _shown(words: Sequence[str]) -> list[Job]:
+    said = ask(["scontrol", "show", "job", *words, "-o"], unknown="Invalid job id") or ""
     jobs = []
     for line in said.strip().splitlines():
         fields = dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|$)", line))
@@ -169,15 +193,8 @@ def cancel(job: int) -> None:
 
 
 def note(run_dir: str | Path, job: int, **facts: Any) -> None:
-    """Append a job to the run's own list; after a line that a crash has cut short, on a new one."""
-    path = Path(run_dir) / JOBS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path), open(path, "ab+") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        torn = file.read() not in (b"", b"\n")
-        file.write(b"\n" * torn + sealed.line({"job": job, "time": time.time(), **facts}))
-        file.flush()
-        os.fsync(file.fileno())
+    """Append a job to the run's own list."""
+    sealed.append(Path(run_dir) / JOBS_FILE, {"job": job, "time": time.time(), **facts})
 
 
 def note_submitted(run_dir: str | Path, job: Job, **facts: Any) -> None:
@@ -187,22 +204,7 @@ def note_submitted(run_dir: str | Path, job: Job, **facts: Any) -> None:
 
 def noted(run_dir: str | Path) -> list[dict[str, Any]]:
     """The run's list of jobs, in the order they were noted; without lines that were cut short or changed."""
-    return _notes(run_dir)[0]
-
-
-def damaged_notes(run_dir: str | Path) -> int:
-    """Lines of the run's list that aren't what was written."""
-    return _notes(run_dir)[1]
-
-
-def _notes(run_dir: str | Path) -> tuple[list[dict[str, Any]], int]:
-    path, lines, damaged = Path(run_dir) / JOBS_FILE, [], 0
-    for text in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            lines.append(sealed.opened(text))
-        except ValueError:
-            damaged += 1
-    return lines, damaged
+    return sealed.read_lines(Path(run_dir) / JOBS_FILE).values
 
 
 def find_noted(run_dir: str | Path, job: int) -> Job | None:

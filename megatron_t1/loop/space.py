@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 
 from megatron_t1.config.dtypes import OPTIMIZER_BYTES, WIDTHS
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
+from megatron_t1.loop import reserve
 from megatron_t1.loop.steps import Step
 from megatron_t1.manifest import Manifest
 from megatron_t1.trajectory.routes import route_row_bytes
@@ -22,7 +24,7 @@ FILES_OF_AN_EPISODE = 2  # the record, and the name it is written under
 
 
 def require_space(config: Config, manifest: Manifest, step: Step) -> None:
-    """Raise T1Error when the run's file system has less room than the step is expected to need."""
+    """Raise T1Error when the run's file system has less room than the step is expected to need, or grants it less."""
     needed = FLOOR_BYTES + sum(expected_bytes(config, manifest, phase) for phase in step.phases)
     free = shutil.disk_usage(config.run.dir).free
     if free < needed:
@@ -31,6 +33,15 @@ def require_space(config: Config, manifest: Manifest, step: Step) -> None:
             where=config.run.dir,
             remedy="free space, lower train.keep_checkpoints, loop.keep_rollouts or loop.keep_exports, or move the "
             "run; finished steps are kept",
+        )
+    if code := reserve.refusal(config.run.dir, needed):
+        raise T1Error(
+            f"the file system refuses the space for {step}: {os.strerror(code)} ({errno.errorcode[code]}); about "
+            f"{needed / 2**30:.2f} GiB are needed, and {free / 2**30:.2f} GiB are free for whom no quota limits",
+            where=config.run.dir,
+            remedy="`quota -s` (`lfs quota`, `mmlsquota`) shows the quota of the user, group or project: free some of "
+            "it, lower train.keep_checkpoints, loop.keep_rollouts or loop.keep_exports, or move the run; finished "
+            "steps are kept",
         )
     files = FLOOR_FILES + FILES_OF_AN_EPISODE * sum(_episodes(config, phase) for phase in step.phases)
     status = os.statvfs(config.run.dir)

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_t1.atomic import TEMPORARY_SUFFIX
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import warn
-from megatron_t1.loop.steps import Key, predecessors
+from megatron_t1.loop.steps import Key, all_steps, predecessors
 from megatron_t1.manifest import Manifest
 from megatron_t1.paths import Counters, RunPaths, number_of, numbered
 
@@ -24,7 +24,7 @@ DELETING = ".deleting"
 # Suffixes of directories that killed processes leave: half-deleted, half-written, replaced (model.directories).
 LEFT = (DELETING, TEMPORARY_SUFFIX, ".replaced")
 OUTSIDE_RESULTS = ("model", "critic")  # of phases outside a training (loop.outside), beside numbered directories
-_HALF_WRITTEN = re.compile(rf"\.[0-9]+{re.escape(TEMPORARY_SUFFIX)}\Z")  # of `atomic.replacing`: NAME.PID.partial
+_HALF_WRITTEN = re.compile(rf"\.[0-9]+{re.escape(TEMPORARY_SUFFIX)}\Z")  # of `atomic.replacing`: NAME.RANDOM.PID
 DEPTH = 4  # of directories in a run that files are written to: RUN/phases/iter_N/PHASE
 
 
@@ -33,8 +33,8 @@ def retire(config: Config, manifest: Manifest) -> list[Path]:
 
     Of each role the newest `train.keep_checkpoints` checkpoints stay, those of the newest evaluated policy, and what a
     finished step read that can still be repeated by hand. Exports: the newest `loop.keep_exports`, those of the newest
-    `loop.keep_evaluated` evaluated policies, and where rollouts are deleted, those that sampled what stays. Rollouts,
-    with their values: the newest `loop.keep_rollouts`.
+    `loop.keep_evaluated` evaluated policies and of those that are still to be, and where rollouts are deleted, those
+    that sampled what stays. Rollouts, with their values: the newest `loop.keep_rollouts`.
     """
     paths = RunPaths.of(config.run.dir)
     leave = _to_leave(config, manifest, paths)
@@ -60,6 +60,8 @@ def _to_leave(config: Config, manifest: Manifest, paths: RunPaths) -> list[Path]
     actor, critic, export = newest["actor"] - warmup + 1, newest["critic"] + 1, newest["export"] - warmup + 1
     needed = _read_by_repeatable(config, manifest, [policy + warmup for policy in kept_evaluated])
     of = {phase: {i for i, name in needed if name == phase} for phase in newest}
+    open_steps = {key for step in all_steps(loop) for key in step.keys} - manifest.keys
+    to_evaluate = {Counters(i, warmup).policy for i, phase in open_steps if phase == "evaluation"}
     rollouts = _stay(newest["rollout"], loop.keep_rollouts) | of["rollout"] | of["critic"]
     sampled = {Counters(i, warmup).policy for i in rollouts} if loop.keep_rollouts else set()
     # Directory of versions, the newest that is recorded, and those that stay.
@@ -69,7 +71,7 @@ def _to_leave(config: Config, manifest: Manifest, paths: RunPaths) -> list[Path]
         (paths.checkpoint("critic", 0).parent, critic,
          _stay(critic, checkpoints) | {policy + warmup for policy in newest_evaluated} | {i + 1 for i in of["critic"]}),
         (paths.hf(1, "").parent, export,
-         _stay(export, loop.keep_exports or checkpoints) | kept_evaluated | sampled
+         _stay(export, loop.keep_exports or checkpoints) | kept_evaluated | to_evaluate | sampled
          | {i - warmup + 1 for i in of["export"]}),
     ]  # fmt: skip
     if loop.keep_rollouts:

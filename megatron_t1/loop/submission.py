@@ -15,12 +15,43 @@ from pathlib import Path
 from megatron_t1 import atomic
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import train_nodes
-from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.launcher import KINDS
 from megatron_t1.loop.slurm import Allocation, Need, need
 
 HET_GROUPS = {kind: group for group, kind in enumerate(KINDS)}
-SCRIPT = 'set -euo pipefail\nexec "$@"\n'  # exec: Slurm's signal before the time limit reaches t1 itself
+# What a batch script does on a node that lacks something it needs: the job is queued again and leaves the node out, as
+# long as those that it leaves out are few. In slurm/*.sh as well, which nothing of this package can be read beside.
+ELSEWHERE = r"""
+elsewhere() {
+    trap '' TERM
+    local node=${SLURMD_NODENAME:-$(hostname)} job=${SLURM_JOB_ID:-0} out
+    echo "error: job $job can't begin on $node: $1" >&2
+    out=$(scontrol show job "$job" -o | sed -n '1s/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    if [[ $out == "(null)" ]]; then out=; fi
+    if (($(scontrol show hostnames "$out" | wc -l) < 8)); then
+        echo "  it is queued again, for other nodes" >&2
+        scontrol update "JobId=$job" Requeue=1
+        if scontrol requeue "$job"; then
+            scontrol update "JobId=$job" "ExcNodeList=${out:+$out,}$node" || scontrol hold "$job"
+        fi
+    fi
+    exit 127
+}
+"""
+# Its arguments: the run directory, and the command. exec: Slurm's signal before the time limit reaches t1 itself. The
+# log is opened here: a job whose log Slurm can't open doesn't get so far.
+SCRIPT = (
+    "#!/bin/bash\nset -uo pipefail\n"
+    + ELSEWHERE
+    + r"""
+log=$1/slurm/${SLURM_JOB_NAME:-t1}-${SLURM_JOB_ID:-0}.log
+if ! { : >>"$log"; } 2>/dev/null; then elsewhere "$1/slurm can't be written"; fi
+exec >>"$log" 2>&1
+"$2" -c 'import megatron_t1.cli' || elsewhere "$2 can't run megatron_t1"
+shift
+exec "$@"
+"""
+)
 
 
 def _need(config: Config, kind: str) -> Need:
@@ -49,7 +80,7 @@ def job_options(config: Config, name: str) -> list[str]:
     return [
         f"--job-name={plain or 't1'}", f"--time={slurm.time}", f"--signal=B:TERM@{lead}", "--open-mode=append",
         "--requeue",
-        f"--output={slurm_jobs.literal(Path(config.run.dir).resolve())}/slurm/%x-%j.log",
+        "--output=/dev/null",  # until the script has opened the log
     ]  # fmt: skip
 
 
@@ -74,9 +105,18 @@ def t1_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "megatron_t1.cli", *words]
 
 
+def job_arguments(run_dir: str | Path, *words: str) -> list[str]:
+    """Of the batch script, for this installation's `t1`."""
+    return [str(Path(run_dir).resolve()), *t1_command(*words)]
+
+
+def script_of(run_dir: str | Path) -> Path:
+    return Path(run_dir).resolve() / "slurm" / "job.sh"
+
+
 def write_script(run_dir: str | Path) -> Path:
     """The batch script; what it runs is given as its arguments, so no value becomes a part of a shell's text."""
-    path = Path(run_dir).resolve() / "slurm" / "job.sh"
-    atomic.write_text(path, "#!/bin/bash\n" + SCRIPT)  # which another job may be handing in at this moment
+    path = script_of(run_dir)
+    atomic.write_text(path, SCRIPT)  # which another job may be handing in at this moment
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path

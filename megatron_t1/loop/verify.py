@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_t1 import atomic, sealed
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.errors import IncompleteError, T1Error
-from megatron_t1.loop import start_model
-from megatron_t1.loop.fence import LAUNCH_FILE
+from megatron_t1.fence import LAUNCH_FILE
+from megatron_t1.loop import job_list, start_model
 from megatron_t1.loop.manifest import differences
 from megatron_t1.loop.outside import POLICY_FILE, phase_outside_the_loop
 from megatron_t1.manifest import FinishedStep, Manifest, predecessor
@@ -89,6 +89,8 @@ def _books(paths: RunPaths, manifest: Manifest, found: Verified) -> None:
         found.problems.append(f"config.yaml: {error.problem}")
     if manifest.tasks_sha256 and not _is(paths.tasks, manifest.tasks_sha256):
         found.problems.append(f"{paths.tasks.name}: it isn't the one that manifest.json names")
+    if damage := job_list.damage(paths.root):
+        found.problems.append(damage)
     launches = [paths.phase(*step.key) / LAUNCH_FILE for step in manifest.finished]
     for path in (paths.tasks, *launches):
         try:

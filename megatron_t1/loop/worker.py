@@ -10,9 +10,9 @@ import os
 import sys
 import traceback
 
+from megatron_t1 import fence
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.errors import readable
-from megatron_t1.loop.fence import watch
 from megatron_t1.loop.ground import LAUNCH_MARK
 from megatron_t1.loop.launcher import AGAIN
 from megatron_t1.paths import RunPaths
@@ -58,8 +58,7 @@ def run_phases(run_dir: str, iteration: int, phases: list[str], overrides: list[
     config = load_run_config(run_dir, overrides)
     launch = os.environ.get(LAUNCH_MARK, "")
     crew = Crew(int(os.environ.get(WORKER, 0)), int(os.environ.get(WORKERS, 1)), launch=launch)
-    if launch:
-        watch(RunPaths.of(run_dir).phase(iteration, phases[0]), launch)
+    fence.watch_own(RunPaths.of(run_dir).phase(iteration, phases[0]))
     results = play(config, iteration, phases, crew=crew)
     if crew.worker == 0:
         for phase, result in results.items():

@@ -1,6 +1,7 @@
 """Is every tensor of a checkpoint accounted for, once, by the model and by the ranks of a layout? Reads no weights.
 
 With config.json and the index alone (before a download, say) names are compared; with the files also shapes and types.
+Works without torch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from megatron_t1.errors import IncompleteError
 from megatron_t1.model.mapping import Source, WeightMapping
 from megatron_t1.model.names import HEAD_TENSOR, CheckpointNames, carried_part, names_in
 from megatron_t1.model.packing import Shape, divides
-from megatron_t1.model.safetensors_io import TRAINED_CODES
 from megatron_t1.model.stored import architecture_from_hf
-from megatron_t1.model.weight_files import INDEX_FILE, SHOWN, has_index, read_entries, read_index, stored_twice
+from megatron_t1.model.weight_files import (
+    INDEX_FILE,
+    SHOWN,
+    TRAINED_TYPES,
+    has_index,
+    read_entries,
+    read_index,
+    stored_twice,
+)
 
 TRAINED, UNUSED = "language model", "unused (tied embeddings)"
 
@@ -56,6 +64,8 @@ class Account:
 def account_for(hf_dir: str | Path, layout: LayoutConfig | None = None) -> Account:
     """Compare a checkpoint with the model that its config.json describes, and with what a layout's ranks load.
 
+    Also the ranks of phases that have a layout of their own (layout.critic, layout.export).
+
     Raises:
         ConfigError: config.json describes a model that isn't supported.
         IncompleteError: config.json or both index and weights are missing or unreadable.
@@ -82,7 +92,11 @@ def account_for(hf_dir: str | Path, layout: LayoutConfig | None = None) -> Accou
         if files and part == TRAINED:
             _compare(account, name, code, shape, expected[name])
     if layout is not None:
-        _compare_layout(account, mapping, layout, expected)
+        account.layout, account.problems = _compare_layout(mapping, layout, expected, "layout", account.problems)
+        for phase in ("critic", "export"):
+            if getattr(layout, phase):
+                own = layout.of(phase)
+                _, account.problems = _compare_layout(mapping, own, expected, f"layout.{phase}", account.problems)
     return account
 
 
@@ -145,16 +159,25 @@ def _compare(account: Account, name: str, code: str, shape: Shape, expected: Sha
         return
     if shape != expected:
         account.problems.append(f"{name} has shape {list(shape)}, the architecture says {list(expected)}")
-    if code not in TRAINED_CODES.values():
-        account.problems.append(f"{name} is stored as {code}; training loads {', '.join(TRAINED_CODES.values())}")
+    if code not in TRAINED_TYPES:
+        account.problems.append(f"{name} is stored as {code}; training loads {', '.join(TRAINED_TYPES)}")
 
 
-def _compare_layout(account: Account, mapping: WeightMapping, layout: LayoutConfig, expected: dict[str, Shape]) -> None:
-    """Visit every model-parallel rank: what all of them load must be every tensor, once."""
-    architecture = account.architecture
-    if problems := layout_problems(layout, architecture):
-        account.problems += problems
-        return
+def _compare_layout(
+    mapping: WeightMapping, layout: LayoutConfig, expected: dict[str, Shape], where: str, problems: list[str]
+) -> tuple[dict[int, tuple[int, int]], list[str]]:
+    """Visit every model-parallel rank: what all of them load must be every tensor, once.
+
+    Args:
+        where: what options of this layout are called in messages.
+        problems: that are known already.
+
+    Returns:
+        (numbers on the ranks, as `Account.layout`; problems, with those found here).
+    """
+    architecture, numbers = mapping.architecture, {}
+    if wrong := layout_problems(layout, architecture, where=where):
+        return numbers, problems + wrong
     layers = architecture.num_hidden_layers // (layout.pipeline * layout.virtual_pipeline)
     experts = architecture.num_experts // layout.expert
     shares: dict[str, Fraction] = {}
@@ -170,17 +193,17 @@ def _compare_layout(account: Account, mapping: WeightMapping, layout: LayoutConf
                     continue
                 size = layout.expert_tensor if source.is_expert else layout.tensor
                 if not divides(source.packing, size):
-                    account.problems.append(f"{parameter} of stage {stage} can't be cut over {size} ranks")
+                    problems = [*problems, f"{where}: {parameter} of stage {stage} can't be cut over {size} ranks"]
                 if source.is_expert or not expert_rank:
                     _add_shares(shares, source, size)
                 if not expert_rank:
                     held_here = math.ceil(sum(map(math.prod, source.packing.shapes)) * source.packing.share(0, size))
                     dense, expert = (dense, expert + held_here) if source.is_expert else (dense + held_here, expert)
         rank = stage % layout.pipeline
-        before = account.layout.get(rank, (0, 0))
-        account.layout[rank] = (before[0] + dense, before[1] + expert)
-    wrong = sorted(name for name in expected.keys() | shares.keys() if shares.get(name) != (name in expected))
-    account.problems += _some("the ranks don't load exactly once", wrong)
+        before = numbers.get(rank, (0, 0))
+        numbers[rank] = (before[0] + dense, before[1] + expert)
+    uneven = sorted(name for name in expected.keys() | shares.keys() if shares.get(name) != (name in expected))
+    return numbers, problems + _some(f"the ranks of {where} don't load exactly once", uneven)
 
 
 def _add_shares(shares: dict[str, Fraction], source: Source, size: int) -> None:

@@ -6,6 +6,7 @@ what training doesn't touch, bit for bit, so that it loads wherever the template
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from contextlib import ExitStack
@@ -71,7 +72,8 @@ def export_hf(
         Every file with its size and SHA-256, on every rank.
 
     Raises:
-        ConfigError: unknown dtype, or `out_dir` doesn't lie below `relative_to`, or is the template's own.
+        ConfigError: unknown dtype, or `out_dir` doesn't lie below `relative_to`, is the template's own, or holds
+            something else than an export.
         MismatchError: the template is of another architecture, or has tensors that would be lost.
         IncompleteError: the template's weights are damaged.
         T1Error: a rank couldn't write.
@@ -85,6 +87,7 @@ def export_hf(
     if not out.is_relative_to(base):
         raise ConfigError(f"the export lies outside {base}", where=str(out))
     require_other_directory(out, template_path)
+    together(lambda: _require_replaceable(out))
     together(lambda: require_same_architecture(chunks, template_path, "policy"))
     with ExitStack() as stack:
         jobs: list[Job] = []
@@ -109,6 +112,16 @@ def require_other_directory(out: Path, template: Path) -> None:
             "the export would replace the checkpoint that it takes names, settings and untrained tensors from",
             where=str(out),
             remedy="export to another directory (another run.dir)",
+        )
+
+
+def _require_replaceable(out: Path) -> None:
+    """Raise ConfigError where something lies that is no earlier export: a directory of many models, say."""
+    if os.path.lexists(out) and not (out.is_dir() and (has_index(out) or not any(out.iterdir()))):
+        raise ConfigError(
+            f"the export would replace what lies there, and that is no export: it has no {INDEX_FILE}",
+            where=str(out),
+            remedy="name a directory of its own, for example one below it",
         )
 
 

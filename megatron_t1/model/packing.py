@@ -1,7 +1,7 @@
 """How the Hugging Face tensors of one Megatron parameter are cut over tensor-parallel ranks and laid out in it.
 
 Every packing works in both directions and reads only the slices its rank holds. `size` ranks are the tensor-parallel
-ones, or the expert-tensor-parallel ones for experts.
+ones, or the expert-tensor-parallel ones for experts. Shapes and shares need no torch.
 
 Shapes: H hidden, A query heads, G key/value heads, D head size.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
-Read = Callable[[int, int, int, int], Tensor]  # (tensor of the parameter, dimension, first, last) -> slice
+Read = Callable[[int, int, int, int], "Tensor"]  # (tensor of the parameter, dimension, first, last) -> slice
 
 
 class Packing(Protocol):
@@ -92,7 +92,7 @@ class Rows:
         part = read(0, 0, first, last)
         if len(part) == rows:
             return part
-        return torch.cat([part, part.new_zeros(rows - len(part), *self.shape[1:])])
+        return _joined([part, part.new_zeros(rows - len(part), *self.shape[1:])])
 
     def unpack(self, shards: list[Tensor]) -> list[list[Tensor]]:
         left, blocks = self.shape[0], []
@@ -121,7 +121,7 @@ class Columns:
         return read(0, 1, rank * columns, (rank + 1) * columns)
 
     def unpack(self, shards: list[Tensor]) -> list[list[Tensor]]:
-        return [[shards[0] if len(shards) == 1 else torch.cat(shards, dim=1)]]
+        return [[shards[0] if len(shards) == 1 else _joined(shards, dim=1)]]
 
     def share(self, rank: int, size: int) -> Fraction:
         return Fraction(1, size)
@@ -152,7 +152,7 @@ class Stacked:
                 first = start + rank * (rows // size)
                 parts.append(read(tensor, 0, first, first + rows // size))
                 start += rows
-        return torch.cat(parts)
+        return _joined(parts)
 
     def unpack(self, shards: list[Tensor]) -> list[list[Tensor]]:
         local = [rows // len(shards) for sections in self.sections for rows in sections]
@@ -202,12 +202,12 @@ class GroupedQkv:
             parts.append(part.reshape(count, part_rows, self.hidden))
         if self.gated:
             parts[0] = self._exchange(parts[0], (self.heads // self.groups, 2))
-        packed = torch.cat(parts, dim=1).reshape(-1, self.hidden)
+        packed = _joined(parts, dim=1).reshape(-1, self.hidden)
         start = rank * rows - first_group * in_group
         return packed[start : start + rows]
 
     def unpack(self, shards: list[Tensor]) -> list[list[Tensor]]:
-        whole = shards[0] if len(shards) == 1 else torch.cat(shards)
+        whole = shards[0] if len(shards) == 1 else _joined(shards)
         grouped = whole.reshape(self.groups, sum(self._rows), self.hidden)
         query, key, value = grouped.split(self._rows, dim=1)
         if self.gated:
@@ -221,6 +221,12 @@ class GroupedQkv:
         """[groups, a*b*D, H] with dimensions a and b, given as `outer`, exchanged."""
         parts = query.reshape(len(query), *outer, self.head_dim, self.hidden).transpose(1, 2)
         return parts.reshape(len(query), -1, self.hidden)
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(parts, dim=dim)
 
 
 def divides(packing: Packing, size: int) -> bool:

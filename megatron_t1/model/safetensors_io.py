@@ -20,6 +20,7 @@ from megatron_t1.model.weight_files import (
     INDEX_FILE,
     SHOWN,
     SINGLE_FILE,
+    TRAINED_TYPES,
     has_index,
     read_entries,
     read_index,
@@ -28,7 +29,7 @@ from megatron_t1.model.weight_files import (
 from megatron_t1.phase import WrittenFile
 from megatron_t1.safetensors_header import METADATA, HeaderEntry
 
-TRAINED_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what weights are trained in
+TRAINED_CODES = dict(zip((torch.float32, torch.bfloat16, torch.float16), TRAINED_TYPES, strict=True))
 CODES = {
     **TRAINED_CODES,
     torch.float64: "F64",

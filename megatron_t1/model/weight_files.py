@@ -15,6 +15,7 @@ from megatron_t1.safetensors_header import HeaderEntry, read_header
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a checkpoint without an index
 SHOWN = 5  # names in a message
+TRAINED_TYPES = ("F32", "BF16", "F16")  # that weights are trained from, by the format's names
 
 
 def weight_problems(model_dir: str | Path) -> list[str]:

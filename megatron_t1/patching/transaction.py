@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_t1.atomic import TEMPORARY_SUFFIX, replacing
+from megatron_t1.atomic import TEMPORARY_SUFFIX, replacing, temporaries
 from megatron_t1.patching.errors import PatchError
 from megatron_t1.patching.record import RECORD, pack, sha256, unpack
 from megatron_t1.patching.tree import Tree
@@ -127,7 +127,7 @@ def read_journal(tree: Tree) -> Journal:
             files=files,
             before={file: unpack(entry["before_zlib_base64"]) for file, entry in files.items()},
             counts=raw["record_sha256"] == (sha256(tree.read(RECORD)) if tree.has(RECORD) else None),
-            temporaries=tuple(path.with_name(f"{path.name}.{process}{TEMPORARY_SUFFIX}") for path in paths),
+            temporaries=tuple(found for path in paths for found in temporaries(path, process)),
         )
     except Exception as error:
         raise PatchError(

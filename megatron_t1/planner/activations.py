@@ -62,38 +62,51 @@ class LayerBytes:
 
 
 def layer_bytes(
-    a: ArchitectureConfig, dtype: str, work: Workload, *, attends: bool, expert_tensor: int = 1
+    a: ArchitectureConfig, dtype: str, work: Workload, layout: LayoutConfig, *, attends: bool
 ) -> LayerBytes:
     """Bytes for each token of a layer with full attention (`attends`) or a gated delta net.
 
-    Args:
-        expert_tensor: ranks that share an expert: each has all of its rows, and a part of its width.
+    Ranks that share an expert (expert_tensor) each have all of its rows, and a part of its width.
     """
     width, fused = WIDTHS[dtype], work.fused
     hidden = a.hidden_size * width
     # A norm keeps its input; torch's keeps it, and what its weight is multiplied with, in float32.
     norm = hidden + 4 if fused else 8 * a.hidden_size + 4
-    mixer = norm + hidden + (_attention_bytes if attends else _delta_net_bytes)(a, width, fused=fused)
+    mixer = norm + hidden
+    mixer += _attention_bytes(a, width, work, layout) if attends else _delta_net_bytes(a, width, fused=fused)
     router = norm + hidden + a.num_experts * (4 + 1) + 4 * a.num_experts_per_tok
-    row = _row_bytes(a, width, expert_tensor, fused=fused)
+    row = _row_bytes(a, width, layout.expert_tensor, fused=fused)
     rows = a.num_experts_per_tok * work.imbalance
     shared = a.shared_expert_intermediate_size * width * (3 if fused else 6) + (2 * hidden if fused else 3 * hidden)
     experts = rows * row + (shared if a.shared_expert_intermediate_size else 0)
-    # Gradients of the experts' outputs and inputs, and of the stream.
-    backward = 2 * rows * hidden * expert_tensor + hidden
+    # Gradients of the experts' outputs and inputs, and of the stream; the all-gather dispatcher has that of every token
+    # of its group.
+    backward = 2 * rows * hidden * layout.expert_tensor + hidden
+    if layout.dispatcher == "allgather":
+        backward += hidden * layout.expert * layout.expert_tensor
     return LayerBytes(mixer, router, experts, backward)
 
 
-def _attention_bytes(a: ArchitectureConfig, width: int, *, fused: bool) -> float:
-    query, other = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+def _attention_bytes(a: ArchitectureConfig, width: int, work: Workload, layout: LayoutConfig) -> float:
+    query, heads = a.num_attention_heads * a.head_dim, a.num_key_value_heads
     gate = query if a.family == "qwen3_5_moe" else 0
-    sums = 4 * (2 * a.num_attention_heads + a.num_key_value_heads)  # of the attention, and of the two norms
-    if fused:  # normed and rotated queries and keys, and the output, which is the projection's input
-        return (3 * query + 3 * gate + 3 * other) * width + sums
+    sums = 4 * (2 * a.num_attention_heads + heads)  # of the attention, and of the two norms
+    # With more tensor ranks than key and value heads each rank gathers the whole projection, and keeps one head's keys
+    # and values (core's `Attention.get_query_key_value_tensors`).
+    copies = max(1.0, layout.tensor / heads)
+    other = heads * a.head_dim * copies
+    gathered = (query + gate + 2 * heads * a.head_dim) * (layout.tensor - 1) * width if copies > 1 else 0
+    if work.fused:  # normed and rotated queries and keys, and the output, which is the projection's input
+        return (3 * query + 3 * gate + 3 * other) * width + sums + gathered
     # Queries and keys in float32, before and after their norm; rotated queries and the output twice, gathered keys and
     # values, rotations; the projection itself where its type is the norms'.
     normed = 8 * (query + other) + ((query + other) * width if width == 4 else 0)
-    return normed + (3 * (query + gate) + 2 * other + 4 * a.head_dim) * width + sums
+    kept = normed + (3 * (query + gate) + 2 * other + 4 * a.head_dim) * width + sums + gathered
+    if layout.context > 1:
+        # All ranks' keys and values, in order; and what a query may see of a micro-batch that is one trajectory: torch
+        # widens the mask to numbers of the queries' type.
+        kept += 2 * other * width * layout.context + work.tokens * (width + 1) * layout.tensor
+    return kept
 
 
 def _delta_net_bytes(a: ArchitectureConfig, width: int, *, fused: bool) -> float:
@@ -154,10 +167,7 @@ def stage_activations(
     each = len(chunks[0].layers)
     flying = in_flight(layout, stage, work.micro_batches)
     kinds = [has_full_attention(a, layer) for part in chunks for layer in part.layers]
-    layers = {
-        attends: layer_bytes(a, dtype, work, attends=attends, expert_tensor=layout.expert_tensor)
-        for attends in set(kinds)
-    }
+    layers = {attends: layer_bytes(a, dtype, work, layout, attends=attends) for attends in set(kinds)}
     mean = sum(layers[attends].kept for attends in kinds) / len(kinds)
     largest = max(layer.kept + layer.backward for layer in layers.values())
     if layout.recompute == "full":

@@ -21,7 +21,9 @@ def layer_seconds(a: ArchitectureConfig, layout: LayoutConfig, dtype: str, plan:
     # Under sequence parallelism each of mixer and shared expert gathers its input and scatters its output.
     blocks = 1 + (a.shared_expert_intermediate_size > 0)
     gathered = 2 * blocks * hidden * (tensor - 1) * own
-    dispatched = 2 * a.num_experts_per_tok * hidden * (expert - 1) / expert * own
+    # All-to-all sends a token once for each of its experts, all-gather once to each rank.
+    copies = a.num_experts_per_tok / expert if layout.dispatcher == "alltoall" else 1.0
+    dispatched = 2 * copies * hidden * (expert - 1) * own
     if attends:
         moved = 2 * a.num_key_value_heads * a.head_dim * width * (context - 1) / context / tensor
     else:

@@ -26,7 +26,8 @@ from megatron_t1.planner.parameters import rank_bytes, total_parameters
 
 ROLES = ("policy", "value")
 WORKER = "megatron_t1.planner.dryrun_worker"
-SAID = 4000  # characters of a failed worker's output
+SAID = "error of a dry run"  # key of the line in which a worker says what is wrong: [problem, where, remedy]
+TAIL = 4000  # characters shown of a worker's output that failed otherwise
 POLL_S = 0.2
 
 
@@ -155,12 +156,7 @@ def _wait(workers: Sequence[_Worker], runs: Sequence[DryRun], say: Callable[[str
         for worker in workers:
             worker.read()
             if worker.process.poll():
-                said = worker.said.read_text(errors="replace").strip()[-SAID:]
-                raise T1Error(
-                    f"a worker of the dry run ended with status {worker.process.returncode}:\n{said}",
-                    where=WORKER,
-                    remedy="the model can't be built, or not by this megatron-core, in this layout",
-                )
+                raise _failure(worker)
         finished = min(worker.finished for worker in workers)
         for run in runs[told:finished]:
             say(f"{run.name} {run.role}: {run.config.layout.processes} ranks after {time.monotonic() - began:.0f} s")
@@ -168,6 +164,20 @@ def _wait(workers: Sequence[_Worker], runs: Sequence[DryRun], say: Callable[[str
         if not any(running):
             return
         time.sleep(POLL_S)
+
+
+def _failure(worker: _Worker) -> T1Error:
+    """What a worker that failed says is wrong; or, where it couldn't, the end of its output."""
+    output = worker.said.read_text(errors="replace").strip()
+    for line in output.splitlines():
+        if line.startswith(f'{{"{SAID}": '):
+            problem, where, remedy = json.loads(line)[SAID]
+            return T1Error(problem, where=where, remedy=remedy)
+    return T1Error(
+        f"a worker of the dry run ended with status {worker.process.returncode}:\n{output[-TAIL:]}",
+        where=WORKER,
+        remedy="the model can't be built, or not by this megatron-core, in this layout",
+    )
 
 
 def _findings(runs: Sequence[DryRun], index: int, lines: Sequence[dict[str, Any]], passes: bool) -> LayoutFindings:

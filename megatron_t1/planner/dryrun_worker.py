@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.errors import readable
+from megatron_t1.planner.dryrun import SAID
 from megatron_t1.planner.dryrun_world import MetaBackend, fake_world
 from megatron_t1.timing import timed
 
@@ -27,6 +28,13 @@ RANKS_OF_A_CHILD = 8
 
 
 def main(arguments: list[str]) -> int:
+    try:
+        return _main(arguments)
+    except Exception as error:
+        return _report(error)
+
+
+def _main(arguments: list[str]) -> int:
     jobs, out = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
     backend = MetaBackend()
     backend.prepare()
@@ -54,6 +62,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _report(error: Exception) -> int:
+    """Print what a user can read of an error, which `dryrun` hands on; other errors are raised again."""
+    said = readable(error)
+    if said is None:
+        raise error
+    print(json.dumps({SAID: [said.problem, said.where, said.remedy]}), file=sys.stderr, flush=True)
+    return 1
+
+
 def _write(file: TextIO, **line: Any) -> None:
     file.write(json.dumps(line) + "\n")
     file.flush()
@@ -63,11 +80,7 @@ def _visit(job: dict[str, Any], index: int, ranks: Sequence[int], backend: MetaB
     try:
         _visit_ranks(job, index, ranks, backend, file)
     except Exception as error:
-        said = readable(error)
-        if said is None:
-            raise
-        print(f"error: {said}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_report(error))
 
 
 def _visit_ranks(job: dict[str, Any], index: int, ranks: Sequence[int], backend: MetaBackend, file: TextIO) -> None:

@@ -182,11 +182,30 @@ def rollout_memory(config: Config, memory: int) -> PhaseMemory:
     ]
     if 0 < at_mean < wanted:
         notes.append(f"{wanted} episodes of each engine are in flight: vLLM preempts some, as {at_mean} fit on average")
+    each, gpus = _gpus_of_a_node(config)
+    if each < gpus:
+        notes.append(f"engines use {each} of a node's {gpus} GPUs (cluster.rollout.processes_per_node)")
     shortage = ""
-    if at_full < 1:
+    if 0 < gpus < each:
+        shortage = (
+            f"{each} GPUs for the engines of a node (rollout.engine.tensor_parallel x "
+            f"cluster.rollout.processes_per_node), which has {gpus}, as training has it (otherwise "
+            "cluster.rollout.gpus_per_node)"
+        )
+    elif at_full < 1:
         shortage = f"no trajectory of rollout.max_context={limit} tokens fits beside the weights"
     terms = {"weights": room.weights, "cache and states": cache, "workspace": room.workspace}
     return PhaseMemory("rollout", terms, (sum(terms.values()),), tuple(notes), shortage)
+
+
+def _gpus_of_a_node(config: Config) -> tuple[int, int]:
+    """(GPUs that the engines of a node take, those that it has); 0 where that isn't known, as on one machine."""
+    rollout, train = config.cluster.rollout, config.cluster.train
+    has = rollout.gpus_per_node or train.gpus_per_node or train.processes_per_node
+    return (
+        rollout.processes_per_node * config.rollout.engine.tensor_parallel,
+        has if config.cluster.launcher == "slurm" else 0,
+    )
 
 
 def smallest_engine(config: Config, memory: int) -> int:

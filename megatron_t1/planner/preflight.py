@@ -85,7 +85,7 @@ def _remedies(config: Config, device: Device, short: set[str]) -> Iterator[str]:
     if "rollout" in short:
         tensor = smallest_engine(config, device.memory)
         yield (
-            f"a rollout fits with rollout.engine.tensor_parallel={tensor}, and nodes for it"
+            f"a rollout fits with rollout.engine.tensor_parallel={tensor}"
             if tensor
-            else "no engine of more GPUs has room for one trajectory: lower rollout.max_context"
+            else "no engine that a node has GPUs for has room for one trajectory: lower rollout.max_context"
         )

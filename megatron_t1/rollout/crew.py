@@ -64,7 +64,7 @@ class Crew:
             return True
         try:
             return self._marker(directory, worker).read_text() == self.launch
-        except FileNotFoundError:
+        except OSError:  # not there yet, or one that is being replaced on another node
             return False
 
     @staticmethod

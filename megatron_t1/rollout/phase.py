@@ -43,6 +43,7 @@ from megatron_t1.trajectory.store import RolloutStore
 
 PHASES = ("evaluation", "rollout")  # in the order in which one engine serves them
 SUMMARY_FILE = "summary.json"
+LATE_FILES_S, LOOK_EVERY_S = 90.0, 1.0  # for another node's files: an NFS client remembers a directory for a minute
 
 
 def run_rollout(config: Config, iteration: int) -> PhaseResult:
@@ -172,7 +173,7 @@ async def _run_plan(
         return PhaseResult(plan.phase, iteration, timings_s=timings)
     with timed(timings, "waiting"):
         await crew.wait_for_others(markers, config.cluster.phase_timeout_s)
-    headers = store.headers()
+    headers = await all_headers(plan, store, crew)
     _require_complete(plan, headers)
     require_trusted(headers.values(), config.rollout.max_untrusted_share, where=str(plan.directory))
     with timed(timings, "seal"):
@@ -256,8 +257,21 @@ def _player(
     return play
 
 
+async def all_headers(plan: Plan, store: RolloutStore, crew: Crew) -> dict[str, Header]:
+    """Of all records; what workers on other nodes have written is waited for as long as it may be seen late."""
+    deadline = time.monotonic() + (LATE_FILES_S if crew.workers > 1 else 0.0)
+    while _missing(plan, headers := store.headers()) and time.monotonic() < deadline:
+        atomic.look_anew(Path(plan.directory))
+        await asyncio.sleep(LOOK_EVERY_S)
+    return headers
+
+
+def _missing(plan: Plan, headers: dict[str, Header]) -> set[str]:
+    return {attempt.trajectory_id for attempt in plan.attempts} - set(headers)
+
+
 def _require_complete(plan: Plan, headers: dict[str, Header]) -> None:
-    missing = {attempt.trajectory_id for attempt in plan.attempts} - set(headers)
+    missing = _missing(plan, headers)
     if missing:
         raise T1Error(
             f"{len(missing)} episodes are missing, for example {sorted(missing)[0]!r}",

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_t1 import fence
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error, readable
@@ -123,6 +124,7 @@ def joined(run_dir: Path, overrides: list[str], phase: str = "actor") -> tuple[C
 
 def run_roles(run_dir: Path, iteration: int, roles: list[str], overrides: list[str]) -> None:
     started = time.perf_counter()
+    fence.watch_own(RunPaths.of(run_dir).phase(iteration, roles[0]))
     config, backend = joined(run_dir, overrides, roles[0])
 
     import torch.distributed as dist

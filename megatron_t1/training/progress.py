@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ _DECIDING = (
     "train.head_dtype train.router_dtype"
 ).split()
 _FREE = ("checkpoint_every", "reset_optimizer", "nonfinite", "max_gap", "path", "name", "start", "rollouts")
-_FREE += ("demonstrations", "measure_gap")
+_FREE += ("demonstrations", "measure_gap", "load", "capacity")
 
 
 class Progress:
@@ -201,7 +202,7 @@ class Progress:
         different = [
             f"  {name}: the checkpoint has {stored.get(name)!r}, now {self.identity.get(name)!r}"
             for name in sorted(stored.keys() | self.identity.keys())
-            if stored.get(name) != self.identity.get(name)
+            if not _is_free(name) and stored.get(name) != self.identity.get(name)
         ]
         if different:
             raise MismatchError(
@@ -261,7 +262,8 @@ class Progress:
 
 
 def forget_progress(paths: RunPaths, *, but: Path | None = None) -> None:
-    """Delete the checkpoints in the middle of phases that are finished, in any iteration.
+    """Delete the checkpoints in the middle of phases that are finished, in any iteration. What can't be deleted yet,
+    because a rank on another node has it open (NFS), is tried again by the next phase.
 
     Args:
         but: the one of a phase that runs now, whose result may be an earlier attempt's.
@@ -271,7 +273,8 @@ def forget_progress(paths: RunPaths, *, but: Path | None = None) -> None:
     for directory in paths.root.glob("phases/*/*/progress"):
         if directory != but and (directory.parent / RESULT_FILE).exists():
             aside = directory.with_name("progress.deleting")
-            os.rename(directory, aside)
+            with suppress(OSError):
+                os.rename(directory, aside)
             shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -281,8 +284,7 @@ def _identity(context: Context, section: str, origin: Path, samples: Sequence[Sa
     options = {
         key: value
         for key, value in flatten(context.config).items()
-        if any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
-        and key.rpartition(".")[2] not in _FREE
+        if any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes) and not _is_free(key)
     }
     digest = hashlib.sha256()
     for sample in samples:
@@ -291,6 +293,10 @@ def _identity(context: Context, section: str, origin: Path, samples: Sequence[Sa
             digest.update(sample.fields["advantages"].tobytes())
     records = f"{len(samples)} records, {digest.hexdigest()[:16]}"
     return {**options, "records": records, "start": _digest_of(origin)}
+
+
+def _is_free(option: str) -> bool:
+    return option.rpartition(".")[2] in _FREE
 
 
 def _digest_of(directory: Path) -> str:

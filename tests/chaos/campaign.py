@@ -59,13 +59,17 @@ class Campaign:
     Args:
         directory: made if missing; finished trainings in it count.
         slurm: whether every fifth training runs under Slurm.
+        furnished: a workshop whose tasks and start model are used; None: this one's own.
     """
 
-    def __init__(self, directory: Path, *, seed: int = 0, slurm: bool = True):
+    def __init__(self, directory: Path, *, seed: int = 0, slurm: bool = True, furnished: Workshop | None = None):
         self.seed, self.slurm = seed, slurm
         place = directory / "trainings"  # not in the command line of who started this, and so told from it
         place.mkdir(parents=True, exist_ok=True)
-        self.workshop = Workshop(place)
+        self.workshop = Workshop(place, tasks=furnished)
+        if furnished is not None:
+            shutil.copytree(furnished.directory / "sft/model", place / "sft/model")
+        self.furnished = furnished is not None
         self.workshop.options += SMALL
         self.book = directory / TRAININGS
         self.trainings = [json.loads(line) for line in self.book.read_text().splitlines()] if self.book.exists() else []
@@ -73,12 +77,8 @@ class Campaign:
 
     def prepare(self) -> None:
         """Tasks, a start model, and the training that nobody disturbs."""
-        place = self.workshop.directory
-        base = f"model.path={place}/sft/model"
-        if not (place / "tasks").exists():
-            self.workshop.t1("tasks", "generate", *self.workshop.options)
-        if not (place / "sft/model").exists():
-            self.workshop.t1("model", "init", *self.workshop.options, base)
+        if not self.furnished:
+            self.workshop.furnish()
         said = self.workshop.run(UNDISTURBED)
         assert "done:" in said or "nothing is left to do" in said
 

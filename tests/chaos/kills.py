@@ -80,9 +80,9 @@ def processes_by_kind(mark: str) -> dict[str, list[int]]:
         if not entry.name.isdigit():
             continue
         try:
-            words = _words(entry.name)
+            words = words_of(entry.name)
             kind = kind_of(words)
-            if not kind and SPAWNED in " ".join(words) and kind_of(_words(_parent(entry.name))) == "engine":
+            if not kind and SPAWNED in " ".join(words) and kind_of(words_of(_parent(entry.name))) == "engine":
                 kind = "engine core"
             if kind and (_carries(entry.name, needle) or _carries(_parent(entry.name), needle)):
                 found.setdefault(kind, []).append(int(entry.name))
@@ -91,7 +91,7 @@ def processes_by_kind(mark: str) -> dict[str, list[int]]:
     return found
 
 
-def _words(pid: str) -> Words:
+def words_of(pid: str) -> Words:
     return Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
 
 
@@ -171,7 +171,7 @@ class Chaos:
         self.sandboxes |= {path.name for path in self._sandboxes()}
         began, launched = time.monotonic(), self._launched()
         try:
-            kind = kind or kind_of(_words(str(victim)))
+            kind = kind or kind_of(words_of(str(victim)))
             os.kill(victim, signal.SIGKILL)
         except OSError:  # it ended by itself
             return
@@ -193,8 +193,9 @@ class Chaos:
         wanted = min(kinds, key=lambda kind: (self.killed[kind], self.random.random()))
         while True:
             alive = processes_by_kind(self.workshop.mark)
-            over = time.monotonic() > deadline or loop.poll() is not None or self._launched() != launched
-            if alive.get(wanted) or wanted not in BRIEF or over:
+            if self._launched() != launched:  # the phase ended first
+                return "", None
+            if alive.get(wanted) or wanted not in BRIEF or time.monotonic() > deadline or loop.poll() is not None:
                 break
         others = sorted(kind for kind in alive if kind not in BRIEF)
         kind = wanted if alive.get(wanted) else self.random.choice(others or [""])

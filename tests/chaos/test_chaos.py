@@ -17,9 +17,9 @@ KILLS = 2
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory):
+def campaign(tmp_path_factory, workshop):
     pytest.importorskip("vllm")
-    campaign = Campaign(tmp_path_factory.mktemp("chaos"), slurm=False)
+    campaign = Campaign(tmp_path_factory.mktemp("chaos"), slurm=False, furnished=workshop)
     campaign.prepare()
     yield campaign
     shutil.rmtree(campaign.workshop.scratch)

@@ -1,6 +1,7 @@
 """What of an exception a user gets to read."""
 
 import errno
+import sys
 
 import pytest
 
@@ -19,6 +20,14 @@ def test_a_task_group_is_its_first_readable_error():
     assert "full" in str(readable(ExceptionGroup("", [full])))
     assert readable(ExceptionGroup("", [own, ValueError()])) is None  # a defect must not hide behind it
     assert readable(ValueError()) is None
+
+
+@pytest.mark.parametrize("module, extra", [("torch", "train"), ("megatron.core.ssm", "train"), ("vllm", "rollout")])
+def test_a_package_that_only_other_environments_have_is_named(module, extra):
+    said = readable(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    assert module in said.problem and sys.executable == said.where and f"megatron-t1[{extra}]" in said.remedy
+    for own in ("megatron_t1.nowhere", "torchvision", None):  # a defect, or nothing that is asked for
+        assert readable(ModuleNotFoundError("No module", name=own)) is None
 
 
 def test_writing_names_the_file_where_the_system_does_not(tmp_path):

@@ -55,6 +55,8 @@ def _problems(steps: list[Instruction], root: Path) -> Iterator[tuple[int, str]]
     users = [step for step in steps if step.name == "USER"]
     if not users or users[-1].value.split(":")[0] in ("root", "0"):
         yield steps[-1].line, "the image runs as root"
+    if not any(step.name == "ENV" and "PYTHONNOUSERSITE=1" in step.value.split() for step in steps):
+        yield steps[-1].line, "packages of a mounted home come before the image's: ENV PYTHONNOUSERSITE=1"
     for step in steps:
         if step.name == "ADD":
             yield step.line, "ADD fetches and unpacks unseen: COPY files, download with a checksum"

@@ -55,7 +55,7 @@ def test_each_rule_is_noticed(tmp_path, line, expected):
     """A rule that never fires protects nothing."""
     (tmp_path / "docker").mkdir()
     path = tmp_path / "docker/bad.Dockerfile"
-    head = "FROM vllm/vllm-openai:v0.32.0\nUSER 1000\n"
+    head = "FROM vllm/vllm-openai:v0.32.0\nENV PYTHONNOUSERSITE=1\nUSER 1000\n"
     path.write_text(head)
     assert problems(path) == []
     path.write_text(head + line + "\n")
@@ -67,6 +67,12 @@ def test_an_unpinned_base_is_noticed(tmp_path):
         path = tmp_path / "a.Dockerfile"
         path.write_text(f"ARG BASE_IMAGE\nFROM {base}\nUSER 1000\n")
         assert any("isn't pinned" in problem for problem in problems(path)), base
+
+
+def test_packages_in_a_mounted_home_are_noticed(tmp_path):
+    path = tmp_path / "a.Dockerfile"
+    path.write_text("FROM vllm/vllm-openai:v0.32.0\nUSER 1000\n")
+    assert ["PYTHONNOUSERSITE" in problem for problem in problems(path)] == [True]
 
 
 def test_hadolint_has_nothing_to_say():

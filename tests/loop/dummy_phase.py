@@ -1,6 +1,7 @@
 """A phase for tests: real files, a real result, and ways to fail on request. Run by the launchers as a module."""
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 from megatron_t1 import atomic
+from megatron_t1.errors import readable
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile
 
@@ -56,6 +58,13 @@ def behave(how, rank):
         os._exit(3)
     if how == "fail":
         time.sleep(60)
+    if how == "quota":
+        print(
+            f"error: {readable(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), '/run/file'))}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
     if how == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "silent":

@@ -33,6 +33,18 @@ def test_one_that_cannot_sync_files_is_named(tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path / "file") and list(tmp_path.iterdir()) == []
 
 
+def test_writers_of_one_process_number_are_not_in_each_other_s_way(tmp_path):
+    """On two nodes, or in two containers; each file is whole, and the last one counts."""
+    with atomic.replacing(tmp_path / "a") as one:
+        with atomic.replacing(tmp_path / "a") as other:
+            one.write_text("half ")
+            other.write_text("whole")
+        assert (tmp_path / "a").read_text() == "whole"
+        assert atomic.temporaries(tmp_path / "a", os.getpid()) == [one]
+        one.write_text("the last")
+    assert (tmp_path / "a").read_text() == "the last" and [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(OSError, match="not a regular file"):

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from megatron_t1 import sealed
+from megatron_t1 import fence, sealed
 from megatron_t1.errors import T1Error
-from megatron_t1.loop import fence, ground
+from megatron_t1.loop import ground
 from megatron_t1.processes import start_ticks
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -90,9 +90,9 @@ def test_a_rank_looks_at_its_own_gpu(visible, rank, own):
 
 def test_a_process_ends_when_its_phase_was_launched_anew(tmp_path):
     sealed.write(tmp_path / fence.LAUNCH_FILE, {"launch": "first"})
-    assert not fence.superseded(tmp_path, "first") and not fence.superseded(tmp_path / "nowhere", "first")
+    assert fence.named(tmp_path) == "first" and fence.named(tmp_path / "nowhere") is None
     code = (
-        "import pathlib, sys, time; from megatron_t1.loop.fence import watch; "
+        "import pathlib, sys, time; from megatron_t1.fence import watch; "
         "watch(pathlib.Path(sys.argv[1]), 'first', every_s=0.05); time.sleep(30)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -47,8 +48,62 @@ def test_reused_process_number_is_not_the_owner(tmp_path):
         pass
 
 
-def test_restarted_machine_leaves_a_stale_lock():
-    assert owner_alive({**this_process(), "boot": "another"}) is False
+def beating(lock, stop):
+    """Another loop's heartbeat, until `stop` is set."""
+
+    def beat():
+        while not stop.wait(0.05):
+            os.utime(lock)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_a_restarted_machine_leaves_a_stale_lock_and_another_one_of_its_name_does_not(tmp_path, beats):
+    """Containers and images give several machines one name; a restarted one's lock is young, but stays silent."""
+    write_lock(tmp_path, boot="another")
+    assert owner_alive({**this_process(), "boot": "another"}) is None
+    stop = threading.Event()
+    thread = beating(tmp_path / LOCK_FILE, stop) if beats else None
+    try:
+        if beats:
+            with pytest.raises(OtherLoop), quick(tmp_path):
+                pass
+        else:
+            with quick(tmp_path):
+                pass
+    finally:
+        stop.set()
+        if thread:
+            thread.join()
+
+
+def test_a_copied_run_is_not_held_by_the_loop_of_the_original(tmp_path):
+    original, copy = tmp_path / "run", tmp_path / "copy"
+    with quick(original):
+        shutil.copytree(original, copy)
+        with quick(copy) as lock:
+            lock.require_held()
+        with pytest.raises(OtherLoop), quick(original):
+            pass
+
+
+def test_a_lock_that_is_given_back_to_a_faster_loop_may_be_there_already(tmp_path, monkeypatch):
+    """Three loops at once: what this one took away by mistake has been taken by the third one meanwhile."""
+    write_lock(tmp_path, start_ticks=1)  # stale
+    rename = os.rename
+
+    def late(source, target):
+        write_lock(tmp_path, token="faster")
+        rename(source, target)
+        write_lock(tmp_path, token="fastest")
+
+    monkeypatch.setattr("os.rename", late)
+    with pytest.raises(OtherLoop), quick(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
 def test_other_host_is_judged_by_its_heartbeat(tmp_path):

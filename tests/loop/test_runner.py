@@ -213,6 +213,24 @@ def test_signal_stops_the_phase_and_keeps_the_manifest(config, tmp_path, monkeyp
     assert not (RunPaths.of(config.run.dir).root / "loop.lock").exists()
 
 
+def test_nohup_is_respected(config, tmp_path):
+    """A loop that was told to outlive its terminal does; SIGTERM still ends it."""
+    save(config, f"{config.run.dir}/config.yaml")
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    loop = subprocess.Popen([sys.executable, "-c", ignoring + LOOP, config.run.dir, "linger:evaluation"])
+    try:
+        while not executions(config):
+            assert loop.poll() is None
+            time.sleep(0.05)
+        loop.send_signal(signal.SIGHUP)
+        time.sleep(1.0)
+        assert loop.poll() is None
+        loop.terminate()
+        assert loop.wait(60) == 128 + signal.SIGTERM
+    finally:
+        loop.kill()
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments_the_run_ends_as_undisturbed(config):  # slime#1558
     import random

@@ -3,8 +3,9 @@ import shutil
 
 import pytest
 
-from megatron_t1.errors import MismatchError
-from megatron_t1.loop import start_model
+from megatron_t1.errors import MismatchError, T1Error
+from megatron_t1.loop import runner, start_model
+from megatron_t1.loop.local import LocalLauncher
 from megatron_t1.loop.manifest import open_manifest
 from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
@@ -78,3 +79,25 @@ def test_large_untouched_files_are_not_read_again(model, monkeypatch):
     monkeypatch.setattr(start_model.atomic, "sha256_file", lambda path: hashed.append(path.name) or "0" * 64)
     assert start_model.describe(model, known)["model.safetensors"] == known["model.safetensors"]
     assert sorted(hashed) == ["config.json", "tokenizer.json"]  # hashed side by side, in any order
+
+
+def test_reading_a_large_model_is_said_and_ends_when_the_loop_is_told_to_stop(model, monkeypatch):
+    monkeypatch.setattr(start_model, "LARGE_BYTES", 100)
+    said, read = [], []
+
+    def stop():
+        read.append(len(read))
+        raise InterruptedError("told to stop")
+
+    with pytest.raises(InterruptedError):
+        start_model.describe(model, say=said.append, before_file=stop)
+    assert said == [f"reading the start model, which the run is bound to: 0 GiB in {model}"]
+    assert read and start_model.describe(model)["config.json"]["size"] == 240
+
+
+def test_nothing_of_a_model_is_read_where_phases_cant_be_started(config, model, monkeypatch):
+    config.model.path = str(model)
+    monkeypatch.setattr(LocalLauncher, "preflight", lambda *_: ["no allocation"])
+    monkeypatch.setattr(start_model, "describe", lambda *_, **__: pytest.fail("the model was read"))
+    with pytest.raises(T1Error, match="no allocation"), runner.opened(config):
+        pass

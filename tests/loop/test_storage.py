@@ -13,7 +13,8 @@ from megatron_t1.paths import RunPaths
 
 
 def manifest_after(config, policies, evaluated=()):
-    """One warm-up iteration, then `policies` complete iterations."""
+    """One warm-up iteration, then `policies` complete iterations; the run has as many at least."""
+    config.loop.iterations = max(config.loop.iterations, policies)
     manifest = new_manifest(config)
     keys = [(0, "rollout"), (0, "critic")]
     for policy in range(policies):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_t1.cli import main
 from megatron_t1.config.compose import compose
 from megatron_t1.config.schema import LayoutConfig
 from megatron_t1.errors import IncompleteError
@@ -97,6 +100,29 @@ def test_a_layout_that_does_not_divide_the_model_is_a_problem(tmp_path):
     write_hf(tmp_path / "hf", replace(ARCHITECTURE, num_experts=6))
     problems = account_for(tmp_path / "hf", LayoutConfig(processes=4, expert=4)).problems
     assert len(problems) == 1 and "num_experts=6" in problems[0] and "expert=4" in problems[0]
+
+
+def test_phases_with_a_layout_of_their_own_are_visited_too(tmp_path, capsys):
+    directory = str(write_hf(tmp_path / "hf"))
+    own = tmp_path / "my/layout/ours.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("defaults: [ep2]\ncritic: {expert: 1}\n")
+    assert main(["convert", "check", directory, "--config-dir", str(tmp_path / "my"), "layout=ours"]) == 0
+    assert main(["convert", "check", directory, "layout=ep2", "layout.critic.pipeline=3"]) == 1
+    said = capsys.readouterr().out
+    assert "PROBLEM: layout.critic.processes=2 must be a multiple of" in said
+    assert main(["convert", "check", directory, "layout=ep2", "layout.critic.expret=2"]) == 2
+    assert "layout.critic.expret: the layout has no such option" in capsys.readouterr().err
+
+
+def test_a_check_needs_no_torch(tmp_path):
+    """Before a download and on a login node: the loop's own environment has none."""
+    directory = write_hybrid(tmp_path / "hf", vision=True)
+    command = ["convert", "check", str(directory), "layout=ep2"]
+    code = f"import sys; sys.modules['torch'] = None; from megatron_t1.cli import main; sys.exit(main({command}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "every tensor is accounted for, exactly once" in done.stdout
 
 
 def test_a_directory_without_weights_and_index_is_refused(tmp_path):

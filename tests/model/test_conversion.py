@@ -77,6 +77,7 @@ def test_export_replaces_an_earlier_one_and_ignores_an_interrupted_one(tmp_path)
     for leftover in ("out0", "out0.partial", "out0.replaced"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "old.safetensors").write_text("old")
+        (tmp_path / leftover / "model.safetensors.index.json").write_text("{}")
     assert_round_trip(tmp_path, round_trips(str(tmp_path), [{}])[0])
 
 
@@ -90,6 +91,22 @@ def load(*arguments):
     from megatron_t1.model.convert import load_hf
 
     return load_hf(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["a directory of models", "a file"])
+def test_export_does_not_replace_what_is_no_export(tmp_path, backend, kind):
+    """`export_hf(chunks, "models", ...)` where models/NAME was meant would have removed all of them."""
+    from megatron_t1.model.convert import export_hf
+
+    write_hf(tmp_path / "hf")
+    out = tmp_path / "out"
+    if kind == "a file":
+        out.write_text("notes")
+    else:
+        write_hf(out / "mine")
+    with pytest.raises(ConfigError, match="that is no export"):
+        export_hf(build(backend), out, tmp_path / "hf", "float32")
+    assert (out / "mine/config.json").is_file() if out.is_dir() else out.read_text() == "notes"
 
 
 def test_value_head_is_newly_initialised_and_projection_unused(tmp_path, backend):  # slime#2259 slime#1878

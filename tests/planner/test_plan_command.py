@@ -11,8 +11,10 @@ import pytest
 from megatron_t1.cli import main
 from megatron_t1.commands.plan import fit_problems
 from megatron_t1.config.compose import compose
+from megatron_t1.config.schema import LayoutConfig
 from megatron_t1.config.validate import layout_problems
 from megatron_t1.planner import hardware
+from megatron_t1.planner.activations import Workload, layer_bytes
 from megatron_t1.planner.hardware import GIB, GPUS, find_gpu, parse_query
 from megatron_t1.planner.memory import engine_room, rollout_memory, training_memory
 from megatron_t1.planner.preflight import device_of
@@ -201,3 +203,32 @@ def test_no_more_episodes_are_in_flight_than_an_engine_gets(large):
     assert not any("preempt" in note for note in found.notes)
     crowded = replace(large, rollout=replace(large.rollout, tasks_per_iteration=1024))
     assert any("preempts some" in note for note in rollout_memory(crowded, memory).notes)
+
+
+def test_engines_are_not_given_gpus_that_a_node_does_not_have(capsys):
+    assert main(["plan", *LARGE, "cluster.rollout.processes_per_node=2"]) == 1
+    said = capsys.readouterr().out
+    assert "rollout: 16 GPUs for the engines of a node" in said and "which has 8" in said
+    assert "a rollout fits with rollout.engine.tensor_parallel=4" in said
+    assert main(["plan", *LARGE, "cluster.rollout.processes_per_node=2", "cluster.rollout.gpus_per_node=16"]) == 0
+    assert main(["plan", *LARGE, "layout.engine_tensor=4"]) == 0
+    assert "engines use 4 of a node's 8 GPUs" in capsys.readouterr().out
+
+
+def test_more_tensor_ranks_than_key_value_heads_gather_the_projection(large):
+    """Core's attention: with 2 such heads, 4 ranks each hold queries, gates, keys and values of all heads."""
+    a = large.model.architecture
+    two, four = (
+        layer_bytes(a, "bfloat16", Workload(1), LayoutConfig(tensor=tensor), attends=True).mixer for tensor in (2, 4)
+    )
+    whole, other = (2 * 32 + 2 * 2) * 256 * 2, 2 * 256 * 2  # bytes of a token, bfloat16
+    assert four - two == 3 * whole + 3 * other  # of a fourth of the tokens: the whole, less the own fourth
+
+
+def test_the_dispatcher_decides_what_is_exchanged(large):
+    """Of 16 ranks each sends its tokens to 15, or to the 8 experts of each token."""
+    busy = {}
+    for dispatcher in ("alltoall", "allgather"):
+        config = with_layout(large, replace(large.layout, dispatcher=dispatcher, context=1, tensor=1))
+        busy[dispatcher] = iteration_times(config, GPUS["h100"])[1].parts["exchange"]
+    assert busy["allgather"] == pytest.approx(2 * busy["alltoall"])

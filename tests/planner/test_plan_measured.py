@@ -26,7 +26,8 @@ CASES = [
 ]  # fmt: skip
 
 
-# Two processes: experts shared out, stages with several micro-batches in flight, virtual stages.
+# Two processes: experts shared out, stages with several micro-batches in flight, virtual stages; tensor ranks of which
+# each has the only head of keys and values, a context in two parts.
 PAIRS = [
     {"role": "policy", "dtype": "float32", "tokens": 1024, "layout": {"expert": 2, "recompute": "none"}},
     {"role": "policy", "dtype": "bfloat16", "tokens": 1024, "layout": {"expert": 2, "recompute": "full"}},
@@ -35,6 +36,11 @@ PAIRS = [
      "micro_batches": 4},
     {"role": "value", "dtype": "bfloat16", "tokens": 1024,
      "layout": {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}, "micro_batches": 4},
+    {"role": "value", "dtype": "float32", "tokens": 1024, "layout": {"tensor": 2, "expert": 2, "recompute": "none"},
+     "architecture": {"num_key_value_heads": 1}},
+    {"role": "value", "dtype": "float32", "tokens": 1024, "layout": {"context": 2, "expert": 2, "recompute": "none"}},
+    {"role": "value", "dtype": "bfloat16", "tokens": 1024,
+     "layout": {"expert": 2, "recompute": "full", "dispatcher": "allgather"}},
 ]  # fmt: skip
 
 

@@ -22,14 +22,7 @@ BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sig
 VALID = torch.arange(T) % 4 != 3
 
 
-@pytest.fixture(autouse=True)
-def aux_loss_scale(backend):
-    """Megatron keeps the scale of auxiliary losses on a class."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    yield
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def router_of(model):

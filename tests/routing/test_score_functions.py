@@ -65,22 +65,12 @@ def train(model, run) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return output.detach(), gradients(model)
 
 
-@pytest.fixture
-def aux_loss_scale():
-    """Megatron keeps the scale of auxiliary losses on a class."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    yield
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-
-
 @pytest.mark.parametrize(
     ("losses", "recompute"),
     [({}, "none"), (LOSSES, "none"), ({}, "full")],
     ids=["plain", "aux_and_z_loss", "recomputed"],
 )
-def test_replay_of_own_routes_is_bitwise_native(backend, options, losses, recompute, aux_loss_scale):
+def test_replay_of_own_routes_is_bitwise_native(backend, options, losses, recompute):
     model = model_with(backend, {**options, **losses}, recompute)
     output, expected = train(model, lambda forward: forward())
     replay = RoutingReplay(model)

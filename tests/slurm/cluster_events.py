@@ -48,7 +48,7 @@ def happen(event: Event, training: Training) -> Recovery:
     training.linger = "" if event.strike is nothing else phase
     training.submit()
     if event.phase == "submission":
-        training.wait(lambda: training.successors(), "a successor")
+        training.wait(lambda: training.handed_in(), "a link that handed another one in")
     elif training.linger:
         training.wait_for(phase)
     directory = training.paths.phase(0, phase)
@@ -129,8 +129,9 @@ def component_lost(training: Training) -> str:
     job, cluster = training.running(), training.cluster
     node = cluster.output("scontrol", "show", "hostnames", cluster.shown(job + 1, "NodeList")).split()[-1]
     cluster.kill_node(node)
+    training.wait(lambda: cluster.shown(job, "Restarts") == "1", "the job back in the queue")
+    cluster.start_node(node)  # the component needs all of its partition
     _wait_for_restart(training, job)
-    cluster.start_node(node)
     return f"{node} lost; the whole job again"
 
 
@@ -144,14 +145,14 @@ def controller_restarted(training: Training) -> str:
 def successor_lost(training: Training) -> str:
     """The controller dies a moment after it has taken the next link, which it saves seconds later only."""
     training.cluster.kill_controller()
-    (waiting,) = training.successors()
+    waiting, before = training.handed_in()[-1], len(training.handed_in())
     time.sleep(AWAY_S)
     training.cluster.start_controller()
     if waiting in training.cluster.queue():
         return f"job {waiting} was saved already"
     training.hurry()
     # The link itself may have been started again: by a controller that has forgotten that, too.
-    training.wait(lambda: training.successors() != [waiting], "another successor")
+    training.wait(lambda: len(training.handed_in()) > before, "another one")
     return f"job {waiting} lost; another one in its place"
 
 

@@ -1,7 +1,9 @@
 """One training on the virtual cluster, as its user sees it: handed in, looked at, handed in again; what it came to."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from megatron_t1.loop.steps import all_steps
 from megatron_t1.manifest import Key, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE
+from megatron_t1.processes import marked
 
 # Rollout, one training phase of three roles, evaluation: the kinds alternate, and every file is made once.
 LOOP = (
@@ -44,7 +47,7 @@ class Training:
         mode: "one job", "chain" or "heterogeneous".
         light: phases of tests stand in for vLLM and Megatron: what is looked at is the loop, its jobs and files.
         limit_s: for anything that is waited for.
-        linger: name of the light phase that works until `hurry`.
+        linger: name of the phase that works until `hurry`.
     """
 
     cluster: VirtualCluster
@@ -118,9 +121,11 @@ class Training:
     def jobs(self) -> list[int]:
         return sorted({line["job"] for line in slurm_jobs.noted(self.paths.root) if line["job"]})
 
-    def successors(self) -> list[int]:
-        """Links that were handed in to follow another one."""
-        return [line["job"] for line in slurm_jobs.noted(self.paths.root) if line.get("after")]
+    def handed_in(self) -> list[int]:
+        """Links that were handed in by others."""
+        lines = slurm_jobs.noted(self.paths.root)
+        first = next((index for index, line in enumerate(lines) if line["event"] == "began"), len(lines))
+        return [line["job"] for line in lines[first:] if line["event"] == "submitted"]
 
     def running(self) -> int:
         """The job in which its loop is working."""
@@ -171,6 +176,8 @@ class Training:
             log = directory / "logs" / f"attempt_{read_launch(directory)['attempt']}" / "rank_0.log"
             self.wait(lambda: log.exists() and log.stat().st_size > 0, f"{phase} to work")
             time.sleep(2.0)
+        if not self.light:
+            self._signal_workers(signal.SIGSTOP)
         assert not (directory / RESULT_FILE).exists(), f"{phase} was over before anything could happen to it"
 
     def executions(self) -> list[Key]:
@@ -180,9 +187,21 @@ class Training:
         return [(iteration, phase) for iteration, phase, _ in lines]
 
     def hurry(self) -> None:
-        """Let the lingering phase end."""
-        if self.light and self.linger:
+        """Let the phase that `wait_for` has found at work, and holds there, go on."""
+        if not self.light:
+            self._signal_workers(signal.SIGCONT)
+        elif self.linger:
             (self.paths.root / "hurry").touch()
+
+    def _signal_workers(self, which: signal.Signals) -> None:
+        """A real phase takes seconds here, less than Slurm needs to miss a node: stopped, it works until `hurry`."""
+        from tests.chaos.kills import kind_of, words_of
+
+        for pid in marked("SLURM_CONF", self.cluster.env["SLURM_CONF"]):
+            with contextlib.suppress(OSError):
+                words = words_of(str(pid))
+                if kind_of(words) in ("rank", "rollout worker") and str(self.paths.root) in words:
+                    os.kill(pid, which)
 
     def finish(self) -> None:
         """Until the training is done, and nothing of it is left."""

@@ -1,9 +1,12 @@
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from jobs import ROOT, SIZES, environment, user_environment
+from queue_of_links import config, setting, slurm  # noqa: F401
 from virtual_cluster import VirtualCluster, unavailable
 
 PARTITIONS = {"sampling": "n[1-2]", "training": "n[3-4]"}
@@ -39,3 +42,26 @@ def inputs(tmp_path_factory) -> Path:
         done = subprocess.run([t1, *command, *options], capture_output=True, text=True, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.fixture
+def t1(cluster, inputs, tmp_path):
+    """Runs `t1` on the virtual cluster; in jobs the tests' phases stand in for the real ones."""
+    extra = environment()["PYTHONPATH"]
+
+    def run(*words: str, status: int = 0, **more: str) -> str:
+        if words[:2] == ("slurm", "submit"):
+            words = (
+                "slurm", "submit", *SIZES, f"model.path={inputs / 'model'}", f"env.tasks={inputs / 'tasks/train'}",
+                f"eval.tasks={inputs / 'tasks/held_out'}", "run.dir=run", "cluster.backend=cpu",
+                "cluster.slurm.time=10", *words[2:],
+            )  # fmt: skip
+        path = os.pathsep.join([str(ROOT / "tests/slurm/driven"), extra])
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_t1.cli", *words], cwd=tmp_path, capture_output=True, text=True,
+            env={**cluster.env, **user_environment(), "PYTHONPATH": path, **more},
+        )  # fmt: skip
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from megatron_t1.config.compose import absolute, compose, save
 from megatron_t1.config.schema import Config
+from megatron_t1.loop.steps import all_steps
+from megatron_t1.manifest import Manifest
+from megatron_t1.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "slurm" / "ppo_122b.sh"
@@ -18,6 +21,11 @@ TINY = (
     "rollout.engine.omp_threads=1 rollout.engine.kv_cache_bytes=33554432 train.actor.minibatches=1 "
     "train.critic.minibatches=1"
 ).split()
+
+SIZES = (
+    *("+experiment=ppo_122b", "cluster=slurm", *TINY),
+    *("loop.warmup_iterations=1", "loop.iterations=1", "cluster.slurm.preflight=false"),
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -59,3 +67,17 @@ def processes_of(job: int, slurm_conf: str) -> dict[int, str]:
         except OSError:
             continue
     return found
+
+
+def finished(run: Path) -> list[tuple[int, str]]:
+    path = RunPaths.of(run).manifest
+    return [step.key for step in Manifest.read(path).finished] if path.exists() else []
+
+
+def all_keys() -> list[tuple[int, str]]:
+    loop = compose([*SIZES, "run.dir=run"]).loop
+    return [key for step in all_steps(loop) for key in step.keys]
+
+
+def logs(run: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted((run / "slurm").glob("*.log")))

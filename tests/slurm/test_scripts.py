@@ -6,9 +6,14 @@ from jobs import ROOT
 from megatron_t1.config.compose import compose
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import train_nodes, validate
+from megatron_t1.loop.submission import ELSEWHERE, SCRIPT
 
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh"))
 MARK = "# From here on all scripts of this directory are the same."
+
+
+def test_what_they_do_on_a_node_that_lacks_something_is_what_submitted_jobs_do():
+    assert all(ELSEWHERE in path.read_text() and ELSEWHERE in SCRIPT for path in SCRIPTS)
 
 
 def test_sizes_differ_in_their_headers_only():

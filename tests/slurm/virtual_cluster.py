@@ -5,8 +5,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from megatron_t1.processes import start_ticks
@@ -31,6 +33,7 @@ SlurmctldPort={port}
 SlurmdPort={node_port}
 SlurmdParameters=config_overrides
 MailProg=/bin/true
+Prolog={base}/prolog.sh
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -53,6 +56,10 @@ SchedulerParameters=sched_interval=2,sched_min_interval=100000,bf_interval=2,bat
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO
 {partitions}
+"""
+MAY_LACK = """\
+#!/bin/bash
+if [[ -e {base}/no_{what}_$SLURMD_NODENAME ]]; then exit 127; fi
 """
 
 
@@ -102,6 +109,9 @@ class VirtualCluster:
         for name in ("state", "spool", "log", "run", "munge", *(f"spool/{node}" for node in self.names)):
             (self.base / name).mkdir(parents=True, exist_ok=True)
         self._configure()
+        prolog = self.base / "prolog.sh"
+        prolog.write_text(MAY_LACK.format(base=self.base, what="prolog"))
+        prolog.chmod(0o755)
         munge = self.base / "munge"
         for directory in (self.base, munge):
             directory.chmod(0o755)
@@ -120,6 +130,23 @@ class VirtualCluster:
     def start_node(self, name: str) -> None:
         """Start a node's daemon; after `kill_node` it ends what is left of jobs that have gone elsewhere."""
         self._run("slurmd", "-N", name)
+
+    @contextmanager
+    def broken(self, node: str, how: str) -> Iterator[None]:
+        """A node that starts no job meanwhile: its "prolog" fails, or `interpreter` isn't there ("interpreter")."""
+        mark = self.base / f"no_{how}_{node}"
+        mark.touch()
+        try:
+            yield
+        finally:
+            mark.unlink()
+
+    def interpreter(self) -> Path:
+        """This Python, under a name that not every node may have."""
+        path = self.base / "python"
+        path.write_text(MAY_LACK.format(base=self.base, what="interpreter") + f'exec {sys.executable} "$@"\n')
+        path.chmod(0o755)
+        return path
 
     def kill_node(self, name: str) -> None:
         """SIGKILL to a node's daemon alone, as when a node is cut off: the controller loses it, its processes go on."""

@@ -22,9 +22,9 @@ from megatron_t1.config.schema import Config
 from megatron_t1.environment.selection import kept_choice
 from megatron_t1.environment.task import Task
 from megatron_t1.errors import IncompleteError, T1Error, readable
-from megatron_t1.loop import slurm_jobs
-from megatron_t1.loop.chain import CHAIN_FILE, Chain
-from megatron_t1.loop.fence import LAUNCH_FILE
+from megatron_t1.fence import LAUNCH_FILE
+from megatron_t1.loop import job_list, slurm_jobs
+from megatron_t1.loop.links import CHAIN_FILE, Chain
 from megatron_t1.loop.manifest import new_manifest
 from megatron_t1.loop.runner import read_launch
 from megatron_t1.loop.verify import verify_run
@@ -124,7 +124,7 @@ def notes(run: Run) -> None:
     known = [line["job"] for line in slurm_jobs.noted(run.paths.root)]
     assert known in ([7, 8], [7], [8], [])
     whole = (run.paths.root / slurm_jobs.JOBS_FILE).read_bytes().endswith(b"\n")
-    if slurm_jobs.damaged_notes(run.paths.root) or known != [7, 8] or not whole:  # the next note begins a line
+    if job_list.damage(run.paths.root) or known != [7, 8] or not whole:  # the next note begins a line
         raise IncompleteError("a job may be missing", where=str(run.paths.root / slurm_jobs.JOBS_FILE))
 
 

@@ -11,6 +11,8 @@ import torch
 
 from megatron_t1.errors import MismatchError
 from megatron_t1.paths import RunPaths
+from megatron_t1.phase import RESULT_FILE
+from megatron_t1.training.progress import forget_progress
 from megatron_t1.trajectory.store import RolloutStore
 from tests.training.synthetic import episode, write_rollout
 from tests.training.weights import checkpoint_parameters
@@ -139,6 +141,15 @@ def test_another_configuration_or_other_records_are_refused_by_name(make_run, ru
         run("critic", config)
 
 
+def test_a_smaller_micro_batch_goes_on_in_the_middle(make_run, run, die, capsys):
+    """As the error of a GPU that has too little memory advises."""
+    config = died_in_its_middle(make_run, run, die)
+    config.train.capacity //= 2
+    capsys.readouterr()
+    run("critic", config)
+    assert "going on in the middle" in capsys.readouterr().out
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -222,3 +233,18 @@ def test_a_finished_phase_keeps_none(make_run, run, die):
     assert paths.progress(0, "critic").is_dir()  # it may be another attempt's
     forget_progress(paths)
     assert [path.name for path in paths.phase(0, "critic").iterdir()] == ["result.json"]
+
+
+def test_what_another_node_still_has_open_ends_no_phase(tmp_path, monkeypatch):
+    """An NFS client gives a deleted file that somebody reads another name, and the directory isn't empty."""
+    paths = RunPaths.of(tmp_path)
+    directory = paths.progress(0, "critic")
+    for place in (directory / "step_0000001", directory.with_name("progress.deleting")):
+        place.mkdir(parents=True)
+        (place / ".nfs0001").touch()
+    (directory.parent / RESULT_FILE).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        forget_progress(paths)
+    forget_progress(paths)
+    assert [entry.name for entry in directory.parent.iterdir()] == [RESULT_FILE]

@@ -16,4 +16,5 @@ if any(word == "megatron_t1.cli" or word.endswith("/t1") for word in sys.orig_ar
             return base
         return replace(base, processes=config.layout.processes, distributed=True)
 
+    sys.executable = os.environ.get("INTERPRETER", sys.executable)
     runner.opened.__wrapped__.__kwdefaults__["command"] = command

@@ -2,7 +2,8 @@
 
 Slurm starts a job that lost a node again on others, while the processes on a node that only its controller can't reach
 go on and reach the run's files. Each launch is named in the phase's launch.json before it starts; who finds another
-name there stops as if told to.
+name there stops as if told to. A network file system may show the file of the launch before for a while: only another
+name after the own one counts, or one that stays.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ import time
 from pathlib import Path
 
 from megatron_t1 import sealed
+from megatron_t1.processes import LAUNCH_MARK
 
 LAUNCH_FILE = "launch.json"
 LOOK_EVERY_S = 5.0
+PATIENCE_S = 120.0  # for the own name to appear
 
 
-def superseded(directory: Path, launch: str) -> bool:
-    """Whether the phase of `directory` has been launched anew since; False where nothing is known."""
+def named(directory: Path) -> str | None:
+    """The launch that the phase of `directory` was begun by last; None where nothing is known."""
     try:
-        current = sealed.read(directory / LAUNCH_FILE).get("launch")
+        return sealed.read(directory / LAUNCH_FILE).get("launch")
     except (OSError, ValueError):
-        return False
-    return current is not None and current != launch
+        return None
 
 
 def watch(directory: Path, launch: str, *, every_s: float = LOOK_EVERY_S) -> threading.Thread:
     """Look from time to time, in a thread of its own, and send this process SIGTERM once it is superseded."""
 
     def look() -> None:
-        while not superseded(directory, launch):
+        seen, deadline = False, time.monotonic() + PATIENCE_S
+        while (found := named(directory)) in (None, launch) or not (seen or time.monotonic() > deadline):
+            seen = seen or found == launch
             time.sleep(every_s)
         print("error: this phase was started again elsewhere; it stops here", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -41,3 +45,9 @@ def watch(directory: Path, launch: str, *, every_s: float = LOOK_EVERY_S) -> thr
     thread = threading.Thread(target=look, name="fence", daemon=True)
     thread.start()
     return thread
+
+
+def watch_own(directory: Path) -> None:
+    """`watch` the launch that this process is part of, where it is part of one."""
+    if launch := os.environ.get(LAUNCH_MARK):
+        watch(directory, launch)
