@@ -174,8 +174,7 @@ class Training:
             self.wait(lambda: any(self.paths.rollouts(0).glob("*.safetensors")), "the first episode")
         else:
             log = directory / "logs" / f"attempt_{read_launch(directory)['attempt']}" / "rank_0.log"
-            self.wait(lambda: log.exists() and log.stat().st_size > 0, f"{phase} to work")
-            time.sleep(2.0)
+            self.wait(lambda: log.exists() and f"{phase} started from" in log.read_text(), f"{phase} to work")
         if not self.light:
             self._signal_workers(signal.SIGSTOP)
         assert not (directory / RESULT_FILE).exists(), f"{phase} was over before anything could happen to it"
