@@ -247,7 +247,7 @@ def test_killed_at_random_moments_the_run_ends_as_undisturbed(config):  # slime#
         loop = subprocess.Popen([sys.executable, "-c", LOOP, config.run.dir, ""])
         while launches() <= before and loop.poll() is None:  # until a phase begins
             time.sleep(0.01)
-        time.sleep(random.uniform(0.0, 0.6))
+        time.sleep(random.uniform(0.0, 0.3))
         killed_in_a_phase += loop.poll() is None
         loop.kill()
         loop.wait()

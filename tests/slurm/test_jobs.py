@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import ROOT, SCRIPT, SIZES, all_keys, environment, finished, logs, user_environment
 
+from megatron_t1 import sealed
 from megatron_t1.commands.slurm import job_lines, obstacle
 from megatron_t1.config.compose import compose
 from megatron_t1.errors import T1Error
@@ -70,7 +71,7 @@ def test_the_list_of_jobs_survives_a_cut_line(tmp_path):
         file.write('{"job": 10')  # the disk was full, and nothing after it, not even the end of the line, was written
     slurm_jobs.note(tmp_path, 11, event="submitted")
     assert [line["job"] for line in slurm_jobs.noted(tmp_path)] == [7, 9, 11]
-    assert slurm_jobs.damaged_notes(tmp_path) == 3
+    assert sealed.read_lines(tmp_path / slurm_jobs.JOBS_FILE).damaged == 3
 
 
 def test_a_turned_bit_in_the_list_of_jobs_makes_no_job_of_somebody_else_the_run_s(tmp_path, monkeypatch):
