@@ -15,6 +15,7 @@ from typing import Any
 from megatron_t1.errors import naming
 
 TEMPORARY_SUFFIX = ".partial"
+LATE_FILES_S = 90.0  # for another node's files: an NFS client remembers a directory for a minute
 NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

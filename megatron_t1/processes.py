@@ -41,6 +41,12 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
+def stop_signal_numbers() -> list[signal.Signals]:
+    """The signals that ask to stop; SIGHUP isn't one where the process was started to outlive its terminal (nohup)."""
+    lasting = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if lasting else [signal.SIGHUP])]
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None when it is gone or only a zombie is left."""
     try:

@@ -80,6 +80,8 @@ class Workshop:
 
     def furnish(self) -> None:
         """Tasks, demonstrations, and a start model that they have taught to run commands; what is there stays."""
+        if (self.directory / "sft/model").exists():
+            return
         for made, words in (
             ("start", "model init"),
             ("tasks", "tasks generate"),
@@ -87,8 +89,7 @@ class Workshop:
         ):
             if not (self.directory / made).exists():
                 self.t1(*words.split(), *self.options, self.untaught)
-        if not (self.directory / "sft/model").exists():
-            self.teach()
+        self.teach()
 
     def teach(self, *more: str) -> None:
         """Show the demonstrations to the start model."""

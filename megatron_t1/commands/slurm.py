@@ -19,7 +19,7 @@ from megatron_t1.loop import job_list, slurm_jobs
 from megatron_t1.loop.chain import cancel_chain, next_kind, run_link
 from megatron_t1.loop.headway import finished_keys, headway
 from megatron_t1.loop.launcher import KINDS
-from megatron_t1.loop.links import Chain, fill, listed, note_unstarted, waiting_links
+from megatron_t1.loop.links import Chain, begun, fill, listed, note_unstarted, waiting_links
 from megatron_t1.loop.lock import lock_owner
 from megatron_t1.loop.requeue import answering_for_its_job, release_if_held
 from megatron_t1.loop.runner import opened, read_launch
@@ -214,7 +214,7 @@ def job_lines(run: str | Path) -> list[str]:
     """One line for each job of the run that Slurm still knows, and what stands in the way of those that wait."""
     kinds = {line["job"]: line.get("kind") or "run" for line in slurm_jobs.noted(run) if line["job"]}
     jobs = {number: slurm_jobs.find_noted(run, number) for number in kinds}
-    began = {line["job"] for line in slurm_jobs.noted(run) if line.get("event") == "began"}
+    began = begun(run)
     forgotten = sum(job is None for job in jobs.values())
     lines = [f"{forgotten} earlier jobs are over, and forgotten by Slurm"] if forgotten else []
     if damaged := job_list.damage(run):

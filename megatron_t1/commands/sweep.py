@@ -15,6 +15,7 @@ from megatron_t1.commands.run import loop_problems, run_inputs
 from megatron_t1.config.compose import absolute, compose, parse_overrides
 from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError
+from megatron_t1.processes import stop_signal_numbers
 
 
 def jobs(arguments: list[str]) -> list[tuple[str, list[str]]]:
@@ -81,10 +82,7 @@ def _wait(process: subprocess.Popen) -> int:
         received.append(number)
         process.send_signal(number)
 
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        numbers.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, forward) for number in numbers}
+    previous = {number: signal.signal(number, forward) for number in stop_signal_numbers()}
     try:
         status = process.wait()
     finally:

@@ -26,8 +26,8 @@ from megatron_t1.environment.sandbox.scratch import clear_abandoned
 from megatron_t1.errors import T1Error, naming
 from megatron_t1.loop import reserve
 from megatron_t1.loop.failure import OWN_ERROR, first_failure, last_lines, read_end
-from megatron_t1.loop.ground import FREE_SHARE, GRACE, LAUNCH_MARK, RUN_MARK
-from megatron_t1.processes import marked, send
+from megatron_t1.loop.ground import FREE_SHARE, GRACE
+from megatron_t1.processes import LAUNCH_MARK, RUN_MARK, marked, send
 
 MAIN_LOG = "main.log"
 AGAIN = 75  # exit status of a phase that says itself that another launch may go well (EX_TEMPFAIL)

@@ -141,8 +141,7 @@ def followers(run_dir: str | Path, job: int) -> list[int]:
         if line.get("event") == "submitted" and line.get("after") in known and line["job"] not in known:
             known.add(line["job"])
             found.append(line["job"])
-    shown = [slurm_jobs.find_noted(run_dir, each) for each in found]
-    return [each.id for each in shown if each is not None and each.state in slurm_jobs.WAITING]
+    return _waiting(run_dir, found)
 
 
 def take_back(run_dir: str | Path, job: int) -> list[int]:
@@ -156,8 +155,12 @@ def take_back(run_dir: str | Path, job: int) -> list[int]:
 def waiting_links(run_dir: str | Path) -> list[int]:
     """Links that were handed in and haven't begun, the last one first."""
     jobs = {line["job"] for line in slurm_jobs.noted(run_dir) if line.get("event") == "submitted"}
-    found = [slurm_jobs.find_noted(run_dir, job) for job in sorted(jobs, reverse=True)]
-    return [job.id for job in found if job is not None and job.state in slurm_jobs.WAITING]
+    return _waiting(run_dir, sorted(jobs, reverse=True))
+
+
+def _waiting(run_dir: str | Path, jobs: Sequence[int]) -> list[int]:
+    shown = [slurm_jobs.find_noted(run_dir, job) for job in jobs]
+    return [job.id for job in shown if job is not None and job.state in slurm_jobs.WAITING]
 
 
 def listed(jobs: Sequence[int]) -> str:
@@ -168,7 +171,7 @@ def cancelled_before(run_dir: str | Path, job: int) -> int | None:
     """The link that this job follows, if somebody cancelled it, or one before those that never began; None too where
     Slurm has forgotten it.
     """
-    began = _began(run_dir)
+    began = begun(run_dir)
     for each in _predecessors(run_dir, job):
         shown = slurm_jobs.find_noted(run_dir, each)
         if shown is not None and shown.cancelled and not shown.refused:
@@ -178,7 +181,8 @@ def cancelled_before(run_dir: str | Path, job: int) -> int | None:
     return None
 
 
-def _began(run_dir: str | Path) -> set[int]:
+def begun(run_dir: str | Path) -> set[int]:
+    """Jobs of the run that began to work on it."""
     return {line["job"] for line in slurm_jobs.noted(run_dir) if line.get("event") == "began"}
 
 
@@ -197,7 +201,7 @@ def unstarted(run_dir: str | Path, *, before: int | None = None) -> dict[int, sl
     Args:
         before: only those in whose place this link has begun; otherwise all that Slurm still knows.
     """
-    lines, began = slurm_jobs.noted(run_dir), _began(run_dir)
+    lines, began = slurm_jobs.noted(run_dir), begun(run_dir)
     if before is None:
         links = [line["job"] for line in lines if line.get("event") == "submitted" and line["job"] not in began]
         shown = {job: slurm_jobs.find_noted(run_dir, job) for job in links}

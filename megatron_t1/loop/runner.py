@@ -23,7 +23,6 @@ from megatron_t1.config.schema import Config
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.fence import LAUNCH_FILE
 from megatron_t1.loop import job_list
-from megatron_t1.loop.ground import LAUNCH_MARK
 from megatron_t1.loop.launcher import (
     KINDS,
     BaseLauncher,
@@ -43,6 +42,7 @@ from megatron_t1.loop.storage import retire, sweep
 from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, missing_outputs, summarised
+from megatron_t1.processes import LAUNCH_MARK, stop_signal_numbers
 from megatron_t1.report.metrics import MetricsWriter
 from megatron_t1.report.monitor import alarms
 
@@ -350,10 +350,7 @@ def opened(
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Remember SIGTERM, SIGINT and SIGHUP instead of dying of them; a second one of the same kind acts as usual.
-
-    A process that was started to outlive its terminal (nohup) goes on ignoring SIGHUP.
-    """
+    """Remember `stop_signal_numbers` instead of dying of them; a second one of the same kind acts as usual."""
     received: list[int] = []
     previous = {}
 
@@ -361,9 +358,8 @@ def stop_signals() -> Iterator[list[int]]:
         received.append(number)
         signal.signal(number, previous[number])
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
-            previous[number] = signal.signal(number, remember)
+    for number in stop_signal_numbers():
+        previous[number] = signal.signal(number, remember)
     try:
         yield received
     finally:

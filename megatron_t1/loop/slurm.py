@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_t1 import atomic
 from megatron_t1.config.cluster import ResourcesConfig
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import train_nodes
@@ -22,7 +23,6 @@ from megatron_t1.loop.worker import WORKER, WORKERS
 
 PORTS = range(20000, 32000)  # below the range from which Linux takes ports for outgoing connections
 PORT_TRIES = 5
-LATE_FILES_S = 90.0  # a node's NFS client remembers for a minute that a file wasn't there
 ABORTED = re.compile(r"node failure|step aborted|CANCELLED AT", re.IGNORECASE)
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|port \d+ can't be used", re.IGNORECASE)
 # Each task finds its place in the group from what Slurm tells it.
@@ -180,7 +180,7 @@ class SlurmLauncher(BaseLauncher):
 
     def late_files_s(self, ended: Exit) -> float:
         """None are to come where srun says that Slurm ended its step, though with status 0."""
-        return 0.0 if ABORTED.search(read_end(ended.log)) else LATE_FILES_S
+        return 0.0 if ABORTED.search(read_end(ended.log)) else atomic.LATE_FILES_S
 
     def rank_logs(self, log_dir: Path) -> dict[int, list[Path]]:
         return {int(path.stem.removeprefix("rank_")): [path] for path in sorted(log_dir.glob("rank_*.log"))}

@@ -13,9 +13,9 @@ import traceback
 from megatron_t1 import fence
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.errors import readable
-from megatron_t1.loop.ground import LAUNCH_MARK
 from megatron_t1.loop.launcher import AGAIN
 from megatron_t1.paths import RunPaths
+from megatron_t1.processes import LAUNCH_MARK
 
 PHASES = ("rollout", "evaluation")
 WORKER, WORKERS = "T1_WORKER", "T1_WORKERS"  # this process's place among the workers of the phase; the launcher sets it

@@ -92,11 +92,11 @@ def account_for(hf_dir: str | Path, layout: LayoutConfig | None = None) -> Accou
         if files and part == TRAINED:
             _compare(account, name, code, shape, expected[name])
     if layout is not None:
-        account.layout, account.problems = _compare_layout(mapping, layout, expected, "layout", account.problems)
+        account.layout, problems = _compare_layout(mapping, layout, expected, "layout")
         for phase in ("critic", "export"):
             if getattr(layout, phase):
-                own = layout.of(phase)
-                _, account.problems = _compare_layout(mapping, own, expected, f"layout.{phase}", account.problems)
+                problems += _compare_layout(mapping, layout.of(phase), expected, f"layout.{phase}")[1]
+        account.problems += problems
     return account
 
 
@@ -164,20 +164,19 @@ def _compare(account: Account, name: str, code: str, shape: Shape, expected: Sha
 
 
 def _compare_layout(
-    mapping: WeightMapping, layout: LayoutConfig, expected: dict[str, Shape], where: str, problems: list[str]
+    mapping: WeightMapping, layout: LayoutConfig, expected: dict[str, Shape], where: str
 ) -> tuple[dict[int, tuple[int, int]], list[str]]:
     """Visit every model-parallel rank: what all of them load must be every tensor, once.
 
     Args:
         where: what options of this layout are called in messages.
-        problems: that are known already.
 
     Returns:
-        (numbers on the ranks, as `Account.layout`; problems, with those found here).
+        (numbers on the ranks, as `Account.layout`; problems).
     """
-    architecture, numbers = mapping.architecture, {}
+    architecture, numbers, problems = mapping.architecture, {}, []
     if wrong := layout_problems(layout, architecture, where=where):
-        return numbers, problems + wrong
+        return numbers, wrong
     layers = architecture.num_hidden_layers // (layout.pipeline * layout.virtual_pipeline)
     experts = architecture.num_experts // layout.expert
     shares: dict[str, Fraction] = {}
@@ -193,7 +192,7 @@ def _compare_layout(
                     continue
                 size = layout.expert_tensor if source.is_expert else layout.tensor
                 if not divides(source.packing, size):
-                    problems = [*problems, f"{where}: {parameter} of stage {stage} can't be cut over {size} ranks"]
+                    problems.append(f"{where}: {parameter} of stage {stage} can't be cut over {size} ranks")
                 if source.is_expert or not expert_rank:
                     _add_shares(shares, source, size)
                 if not expert_rank:

@@ -43,7 +43,7 @@ from megatron_t1.trajectory.store import RolloutStore
 
 PHASES = ("evaluation", "rollout")  # in the order in which one engine serves them
 SUMMARY_FILE = "summary.json"
-LATE_FILES_S, LOOK_EVERY_S = 90.0, 1.0  # for another node's files: an NFS client remembers a directory for a minute
+LOOK_EVERY_S = 1.0  # for other nodes' records
 
 
 def run_rollout(config: Config, iteration: int) -> PhaseResult:
@@ -259,7 +259,7 @@ def _player(
 
 async def all_headers(plan: Plan, store: RolloutStore, crew: Crew) -> dict[str, Header]:
     """Of all records; what workers on other nodes have written is waited for as long as it may be seen late."""
-    deadline = time.monotonic() + (LATE_FILES_S if crew.workers > 1 else 0.0)
+    deadline = time.monotonic() + (atomic.LATE_FILES_S if crew.workers > 1 else 0.0)
     while _missing(plan, headers := store.headers()) and time.monotonic() < deadline:
         atomic.look_anew(Path(plan.directory))
         await asyncio.sleep(LOOK_EVERY_S)

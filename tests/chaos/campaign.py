@@ -69,7 +69,6 @@ class Campaign:
         self.workshop = Workshop(place, tasks=furnished)
         if furnished is not None:
             shutil.copytree(furnished.directory / "sft/model", place / "sft/model")
-        self.furnished = furnished is not None
         self.workshop.options += SMALL
         self.book = directory / TRAININGS
         self.trainings = [json.loads(line) for line in self.book.read_text().splitlines()] if self.book.exists() else []
@@ -77,8 +76,7 @@ class Campaign:
 
     def prepare(self) -> None:
         """Tasks, a start model, and the training that nobody disturbs."""
-        if not self.furnished:
-            self.workshop.furnish()
+        self.workshop.furnish()
         said = self.workshop.run(UNDISTURBED)
         assert "done:" in said or "nothing is left to do" in said
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_t1 import fence, sealed
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import ground
-from megatron_t1.processes import start_ticks
+from megatron_t1.processes import LAUNCH_MARK, RUN_MARK, start_ticks
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 STUBBORN = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
@@ -22,7 +22,7 @@ def process(tmp_path):
     started = []
 
     def start(launch: str, run: str = str(tmp_path), line=SLEEP) -> int:
-        marks = {ground.RUN_MARK: run, ground.LAUNCH_MARK: launch}
+        marks = {RUN_MARK: run, LAUNCH_MARK: launch}
         started.append(subprocess.Popen(line, env={**os.environ, **marks}, start_new_session=True))
         return started[-1].pid
 
