@@ -75,7 +75,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    """As text that can be read; escaped where a string is no Unicode text (a file's name that isn't UTF-8)."""
+    try:
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2, sort_keys=True).encode()
+    write_bytes(path, text + b"\n")
 
 
 def sha256_file(path: str | Path) -> str:

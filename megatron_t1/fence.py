@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
 
 from megatron_t1 import sealed
+from megatron_t1.errors import warn
 from megatron_t1.processes import LAUNCH_MARK
 
 LAUNCH_FILE = "launch.json"
@@ -39,7 +39,7 @@ def watch(directory: Path, launch: str, *, every_s: float = LOOK_EVERY_S) -> thr
         while (found := named(directory)) in (None, launch) or not (seen or time.monotonic() > deadline):
             seen = seen or found == launch
             time.sleep(every_s)
-        print("error: this phase was started again elsewhere; it stops here", file=sys.stderr, flush=True)
+        warn("error: this phase was started again elsewhere; it stops here")
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=look, name="fence", daemon=True)

@@ -26,7 +26,9 @@ set -euo pipefail
 
 elsewhere() {
     trap '' TERM
-    local node=${SLURMD_NODENAME:-$(hostname)} job=${SLURM_JOB_ID:-0} out
+    local node=${SLURMD_NODENAME:-$(hostname)} out
+    local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}} # one task's number stands for all
+    job=${job:-${SLURM_JOB_ID:-0}}
     echo "error: job $job can't begin on $node: $1" >&2
     out=$(scontrol show job "$job" -o | sed -n '1s/.* ExcNodeList=\([^ ]*\).*/\1/p')
     if [[ $out == "(null)" ]]; then out=; fi

@@ -95,7 +95,7 @@ async def rescore(
     longest = max(len(trajectory) for trajectory, _ in sample) + 1
     result = Rescored()
     server = VllmServer(engine, model_dir, dtype, log_path, max_model_len=longest, routes=False)
-    async with server, EngineClient(server.url, check_alive=server.check_alive) as client:
+    async with server, EngineClient(server.url, check_alive=server.check_alive, model=server.served_name) as client:
         for trajectory, audit in sample:
             scores = await client.score(trajectory.ids, where=trajectory.header.trajectory_id)
             _count(result, trajectory, audit, scores, TOLERANCE.get(dtype, OTHER_TOLERANCE))

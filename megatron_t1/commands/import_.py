@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.commands.configuration import require_startable
-from megatron_t1.config.compose import absolute, compose, load_run_config
+from megatron_t1.config.compose import absolute, as_override, compose, load_run_config
 from megatron_t1.config.inputs import is_run
 from megatron_t1.config.schema import RewardConfig
 from megatron_t1.errors import ConfigError, IncompleteError, T1Error
@@ -122,7 +122,7 @@ def _require_run(options: argparse.Namespace) -> None:
             where=options.run,
             remedy="name the run.dir of a `t1 run`; or begin one with --options model.path=..., as `t1 run` takes them",
         )
-    config = absolute(compose([*options.options, f"run.dir={root}"]))
+    config = absolute(compose([*options.options, as_override("run.dir", root)]))
     require_startable(config, ["model.path"])
     with opened(config, kinds=("train",)):
         pass

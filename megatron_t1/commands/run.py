@@ -12,7 +12,7 @@ from collections.abc import Callable
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import command_config, print_config, require_startable
 from megatron_t1.commands.plan import fit_problems
-from megatron_t1.config.compose import flatten, load_run_config
+from megatron_t1.config.compose import as_override, flatten, load_run_config
 from megatron_t1.config.inputs import is_run, missing_inputs
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import ConfigError, IncompleteError, T1Error, warn
@@ -171,9 +171,10 @@ def _require_own_evaluation(config: Config, wanted: int) -> None:
         return
     policy = Counters(_evaluated(manifest, wanted), config.loop.warmup_iterations).policy
     words = [
-        "t1", "eval", f"run.dir={paths.root}-evaluation", f"model={config.model.name}",
-        f"model.path={paths.hf(policy, config.model.path)}",
-        *(f"{key}={now[key]}" for key in now if key.startswith("eval.") and (key in changed or key == "eval.tasks")),
+        "t1", "eval", as_override("run.dir", f"{paths.root}-evaluation"), f"model={config.model.name}",
+        as_override("model.path", paths.hf(policy, config.model.path)),
+        as_override("eval.tasks", now["eval.tasks"]),
+        *(f"{key}={now[key]}" for key in changed if key != "eval.tasks"),
     ]  # fmt: skip
     raise ConfigError(
         "the run evaluates with other options: "

@@ -11,6 +11,7 @@ from megatron_t1.commands.arguments import Parser
 from megatron_t1.commands.configuration import command_config, model_problems, print_config
 from megatron_t1.commands.plan import fit_problems
 from megatron_t1.commands.run import run_inputs, say, stoppable
+from megatron_t1.config.compose import as_override
 from megatron_t1.config.inputs import is_run, run_dir_problems
 from megatron_t1.config.schema import Config
 from megatron_t1.config.validate import check, unbuildable
@@ -42,7 +43,8 @@ HELD = ("JobHeldUser", "JobHoldMaxRequeue", "job_requeued_in_held_state")  # rea
 # Reasons of jobs that ask for what their partition, account or quality of service doesn't give.
 IMPOSSIBLE = frozenset(
     "AccountNotAllowed BadConstraints InvalidAccount InvalidQOS PartitionNodeLimit PartitionTimeLimit QOSNotAllowed "
-    "QOSMaxNodePerJob QOSMaxGRESPerJob QOSMaxWallDurationPerJob AssocMaxNodePerJob AssocMaxWallDurationPerJob".split()
+    "ReservationDeleted QOSMaxNodePerJob QOSMaxGRESPerJob QOSMaxWallDurationPerJob AssocMaxNodePerJob "
+    "AssocMaxWallDurationPerJob".split()
 )
 
 
@@ -132,11 +134,14 @@ def _require_submittable(config: Config, invocation: Invocation) -> None:
 
 def link(invocation: Invocation) -> int:
     parser = Parser(prog="t1 slurm link", add_help=False)
-    parser.add_argument("run")
+    parser.add_argument("run", type=Path)
     parser.add_argument("kind", choices=KINDS)
     options = parser.parse_args(invocation.arguments)
     chain = Chain.read(options.run)
-    config = command_config(_run_invocation(chain.overrides))
+    # The run as this job was given it: a relative run.dir means another place where the directory it was handed in from
+    # isn't there.
+    overrides = [word for word in chain.overrides if not word.startswith("run.dir=")]
+    config = command_config(_run_invocation([*overrides, as_override("run.dir", options.run)]))
     check(config, run_inputs(config), [*model_problems(config), *run_dir_problems(config)])
 
     def work() -> int:
@@ -158,7 +163,7 @@ def cancel(invocation: Invocation) -> int:
 def status(invocation: Invocation) -> int:
     run = _run_argument(invocation, "status")
     paths = RunPaths.of(run)
-    config = command_config(_run_invocation([f"run.dir={run}"])) if is_run(run) else None
+    config = command_config(_run_invocation([as_override("run.dir", run)])) if is_run(run) else None
     for line in job_lines(run):
         say(line)
     owner = lock_owner(run)

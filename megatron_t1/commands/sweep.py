@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.configuration import model_problems, require_startable
 from megatron_t1.commands.run import loop_problems, run_inputs
-from megatron_t1.config.compose import absolute, compose, parse_overrides
+from megatron_t1.config.compose import absolute, as_override, compose, parse_overrides
 from megatron_t1.config.validate import check, unbuildable
 from megatron_t1.errors import ConfigError
 from megatron_t1.processes import stop_signal_numbers
@@ -51,7 +51,7 @@ def sweep(invocation: Invocation) -> int:
         check(config, more=[*model_problems(config), *unbuildable(config), *loop_problems(config)])
         configs.append(config)
         planned.append(
-            (run_dir, [*(o for o in overrides if not o.startswith("run.dir=")), f"run.dir={_quoted(run_dir)}"])
+            (run_dir, [*(o for o in overrides if not o.startswith("run.dir=")), as_override("run.dir", run_dir)])
         )
     if invocation.print_config:
         for run_dir, overrides in planned:
@@ -89,8 +89,3 @@ def _wait(process: subprocess.Popen) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
     return 128 + received[0] if received else (status if status >= 0 else 128 - status)
-
-
-def _quoted(path: Path) -> str:
-    """A path as one Hydra value: its commas and equals signs are not syntax."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

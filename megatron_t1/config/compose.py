@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -37,6 +38,7 @@ PATH_OPTIONS = (
     "run.dir", "model.path", "env.tasks", "env.sources", "env.baselines", "eval.tasks", "rollout.selection.trials",
     "train.sft.demonstrations", "train.actor.reference", "train.critic.start", "train.critic.rollouts",
 )  # fmt: skip
+_PLAIN = re.compile(r"[A-Za-z0-9_.+-]*/[A-Za-z0-9_./+-]*")  # a path, and no number or null
 OPEN_KEYS = (  # any key may stand below these
     "extra", "cluster.rollout.env", "cluster.train.env", "env.sources", "env.weights", "env.sandbox.images",
     "layout.critic", "layout.export",
@@ -198,6 +200,15 @@ def group_names(directories: Iterable[Path]) -> dict[str, list[str]]:
             if group != ".":
                 groups.setdefault(group, set()).add(file.stem)
     return {group: sorted(options) for group, options in sorted(groups.items())}
+
+
+def as_override(key: str, value: str | Path) -> str:
+    """`key=value` as compose takes it, whatever a path has in it: commas, equals signs and brackets are syntax."""
+    text = str(value)
+    if not _PLAIN.fullmatch(text):
+        # Backslashes are ordinary characters, but for those before a quote.
+        text = "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
+    return f"{key}={text}"
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:

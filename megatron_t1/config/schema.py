@@ -190,6 +190,7 @@ class EngineConfig:
     enforce_eager: bool = True
     tensor_parallel: int = 1
     start_timeout_s: float = 300.0
+    # Of one generation, queueing included. Above env.agent_timeout_s an engine that hangs looks like a slow agent.
     request_timeout_s: float = 600.0
     omp_threads: int = 2
     extra_args: list[str] = field(default_factory=list)

@@ -74,9 +74,13 @@ def run_link(
             take_back(config.run.dir, job)  # that job of the run has successors of its own
         raise
     except Exception as error:
-        successor = _verified(config, waiting, OTHER[kind], job, say)
-        if isinstance(error, Stopped):
-            say(f"job {successor} goes on, unless this job was cancelled")  # which only its successor can know
+        try:
+            successor = _verified(config, waiting, OTHER[kind], job, say)
+        except T1Error as refused:  # beside which the link's own error stays the one to read
+            say(f"no job that follows could be handed in: {refused.problem}; `t1 slurm status` says how to go on")
+        else:
+            if isinstance(error, Stopped):
+                say(f"job {successor} goes on, unless this job was cancelled")  # which only its successor can know
         raise
     if next_kind(config, finished_keys(config)) is not None:
         _verified(config, waiting, OTHER[kind], job, say)
@@ -155,7 +159,7 @@ def _require_headway(config: Config, kind: str, come: list[int], *, begun: bool)
 
 def cancel_chain(run_dir: str | Path) -> list[int]:
     """End all jobs of a run that wait or work, the last one first; returns their numbers."""
-    jobs: Sequence[int] = sorted({line["job"] for line in slurm_jobs.noted(run_dir)}, reverse=True)
+    jobs: Sequence[int] = sorted({line["job"] for line in slurm_jobs.noted(run_dir) if line["job"]}, reverse=True)
     ended = []
     for number in jobs:
         shown = slurm_jobs.find_noted(run_dir, number)

@@ -98,7 +98,7 @@ def _left_out(run_dir: str | Path, options: Sequence[str]) -> list[str]:
     told = [line for line in slurm_jobs.noted(run_dir) if line.get("event") in (UNSTARTED, ELSEWHERE)]
     late = [line for line in told if line["time"] >= since]
     nodes = list(dict.fromkeys(line["node"] for line in reversed(late) if line.get("node")))[:LEFT_OUT]
-    given = [option for option in options if option.startswith(("-x", "--exclude")) and option != "--exclusive"]
+    given = [option for option in options if option.startswith(("-x", "--exclude"))]
     if not nodes or any(not option.startswith("--exclude=") for option in given):
         return []
     return ["--exclude=" + ",".join([*(option.removeprefix("--exclude=") for option in given), *nodes])]

@@ -42,7 +42,7 @@ def node_problems(launcher: BaseLauncher, kind: str, nodes: int, gpus_per_node: 
     except (OSError, ValueError) as error:  # srun's status is 0 when Slurm ends its step because it lost a node
         return [f"{kind}: a node said nothing of itself, or can't be read: {error} ({directory})"]
     problems = compare_nodes(reports, kind, gpus_per_node, config.cluster.slurm.max_clock_difference_s)
-    shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=True)  # a network file system may keep what is still open somewhere
     return problems
 
 

@@ -16,7 +16,12 @@ from megatron_t1 import sealed
 from megatron_t1.errors import T1Error
 
 JOBS_FILE = "slurm/jobs.jsonl"  # of a run: the jobs that were handed in for it, and that started
-WAITING, WORKING = ("PENDING",), ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+WORKING = ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
+# Environment that changes what Slurm's commands do or say (times in a form of the user's, another cluster, questions),
+# and what of it says how Slurm is reached.
+CHANGES = ("SLURM_", "SBATCH_", "SCANCEL_", "SCONTROL_")
+REACHES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 # A job that Slurm queued again and holds, since a node couldn't start it: by its owner's leave it may try another one.
 LAUNCH_FAILED = "launch_failed_requeued_held"
 SAME_S = 5.0  # between Slurm's time of a submission and the run's own note of a job that somebody else handed in
@@ -56,6 +61,14 @@ class Job:
     @property
     def restarts(self) -> int:
         return int(self.fields.get("Restarts", "0"))
+
+    @property
+    def word(self) -> str:
+        """The job for a command that changes it: a task of an array is named by its place, since the number of one of
+        them is the array's and stands for all.
+        """
+        task = self.fields.get("ArrayTaskId", "")
+        return f"{self.fields['ArrayJobId']}_{task}" if task.isdigit() else str(self.id)
 
     @property
     def alive(self) -> bool:
@@ -133,10 +146,8 @@ def submit(options: Sequence[str], script: Path, arguments: Sequence[str], *, di
     Raises:
         T1Error: Slurm refuses it, with what it says, or doesn't know it afterwards.
     """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
-    said = ask(command, environment={**clean, **kept}, directory=directory, repeatable=False)
+    said = ask(command, directory=directory, repeatable=False)
     number = (said or "").strip().rpartition("\n")[2].partition(";")[0]
     if not number.isdigit():
         raise T1Error(f"sbatch names no job: {said!r}", where=" ".join(command[:8]))
@@ -162,12 +173,17 @@ def node_address(node: str) -> str:
 
 def requeue(job: int) -> None:
     """Put a running job back into the queue; Slurm ends its processes."""
-    ask(["scontrol", "requeue", str(job)])
+    ask(["scontrol", "requeue", _word(job)])
 
 
 def release(job: int) -> None:
     """Let a held job start."""
-    ask(["scontrol", "release", str(job)])
+    ask(["scontrol", "release", _word(job)])
+
+
+def _word(job: int) -> str:
+    shown = find(job)
+    return shown.word if shown else str(job)
 
 
 def cluster_name() -> str:
@@ -189,7 +205,7 @@ def literal(path: str | Path) -> str:
 
 def cancel(job: int) -> None:
     """End a job, or take it out of the queue; nothing happens to one that is over."""
-    ask(["scancel", str(job)], unknown="Invalid job id")
+    ask(["scancel", _word(job)], unknown="Invalid job id")
 
 
 def note(run_dir: str | Path, job: int, **facts: Any) -> None:
@@ -227,7 +243,6 @@ def ask(
     command: Sequence[str],
     *,
     unknown: str = "",
-    environment: dict[str, str] | None = None,
     directory: Path | None = None,
     repeatable: bool = True,
     patience_s: float = PATIENCE_S,
@@ -235,11 +250,16 @@ def ask(
     """Standard output of a Slurm command; None where it says `unknown`. Waits for a controller that is away or busy.
 
     Args:
+        directory: where the command is given.
         repeatable: whether the command may be given again where Slurm may have got it the first time.
 
     Raises:
-        T1Error: Slurm says something else, there is none, or its controller doesn't answer for a minute.
+        T1Error: Slurm says something else, there is none, or its controller doesn't answer for a minute; the directory
+            isn't there.
     """
+    if directory is not None and not directory.is_dir():
+        raise T1Error("the directory that jobs are handed in from isn't there", where=str(directory))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(CHANGES) or name in REACHES}
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -249,6 +269,7 @@ def ask(
                 cwd=directory,
                 capture_output=True,
                 text=True,
+                errors="replace",  # of other users' jobs, too
                 timeout=max(patience_s, LEAST_S),
             )
         except FileNotFoundError as error:

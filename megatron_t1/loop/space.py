@@ -12,6 +12,7 @@ from megatron_t1.errors import T1Error
 from megatron_t1.loop import reserve
 from megatron_t1.loop.steps import Step
 from megatron_t1.manifest import Manifest
+from megatron_t1.paths import RunPaths
 from megatron_t1.trajectory.routes import route_row_bytes
 
 FLOOR_BYTES = 256 * 2**20  # logs and what can't be foreseen
@@ -25,7 +26,10 @@ FILES_OF_AN_EPISODE = 2  # the record, and the name it is written under
 
 def require_space(config: Config, manifest: Manifest, step: Step) -> None:
     """Raise T1Error when the run's file system has less room than the step is expected to need, or grants it less."""
-    needed = FLOOR_BYTES + sum(expected_bytes(config, manifest, phase) for phase in step.phases)
+    needed = FLOOR_BYTES + sum(
+        max(0, expected_bytes(config, manifest, phase) - _written_so_far(config, step.iteration, phase))
+        for phase in step.phases
+    )
     free = shutil.disk_usage(config.run.dir).free
     if free < needed:
         raise T1Error(
@@ -80,6 +84,12 @@ def _checkpoints_at_once(config: Config, phase: str) -> int:
         return 1
     best = phase == "critic" and config.train.critic.warmup_holdout > 0
     return 1 + (getattr(config.train, phase).checkpoint_every > 0) + best
+
+
+def _written_so_far(config: Config, iteration: int, phase: str) -> int:
+    """Bytes of the checkpoints in a phase's middle: one that goes on has them already, and replaces them."""
+    directory = RunPaths.of(config.run.dir).progress(iteration, phase)
+    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _episodes(config: Config, phase: str) -> int:

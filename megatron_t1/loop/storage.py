@@ -38,14 +38,14 @@ def retire(config: Config, manifest: Manifest) -> list[Path]:
     """
     paths = RunPaths.of(config.run.dir)
     leave = _to_leave(config, manifest, paths)
-    if leave:
-        names = {str(directory.relative_to(paths.root)) for directory in leave}
-        if not names <= set(manifest.retired):
-            manifest.retired = sorted({*manifest.retired, *names})
-            for _ in range(2):  # the one that a run goes on from where the newest is lost knows it, too
-                manifest.write(paths.manifest)
-        for directory in leave:
-            _remove(directory)
+    names = {str(directory.relative_to(paths.root)) for directory in leave}
+    gone = {name for name in manifest.retired if not (paths.root / name).exists()}  # others were kept in the end
+    if (retired := sorted(names | gone)) != manifest.retired:
+        manifest.retired = retired
+        for _ in range(2):  # the one that a run goes on from where the newest is lost knows it, too
+            manifest.write(paths.manifest)
+    for directory in leave:
+        _remove(directory)
     return leave
 
 

@@ -43,7 +43,9 @@ from megatron_t1.model.directories import make_empty, publish_directory
 from megatron_t1.model.optimizer_state import OptimizerLoader, optimizer_entries, optimizer_identity
 from megatron_t1.model.pickle_check import require_harmless_checkpoint
 from megatron_t1.model.stored import require_equal_architecture
+from megatron_t1.paths import within
 from megatron_t1.phase import WrittenFile
+from megatron_t1.regular import open_regular
 
 MARKER_FILE = "checkpoint.json"
 STATE_FILE = "state.json"
@@ -95,7 +97,7 @@ def save_checkpoint(
         T1Error: a rank couldn't write.
     """
     final = Path(directory).resolve()
-    prefix = final.relative_to(final if relative_to is None else Path(relative_to).resolve())
+    prefix = Path() if relative_to is None else within(directory, relative_to)
     partial = final.with_name(final.name + atomic.TEMPORARY_SUFFIX)
     on_first_rank(lambda: make_empty(partial))
     bare = bare_chunks(chunks)
@@ -110,8 +112,7 @@ def save_checkpoint(
     files = [file for of_rank in together(lambda: _digest_own(partial)) for file in of_rank]
     identity = {**_identity(bare), "optimizer": optimizer_identity(bare[0].config, optimizer)}
     marker = {"format": FORMAT_VERSION, "core": core_version, **identity, "files": [asdict(file) for file in files]}
-    marker["sha256"] = _marker_digest(marker)
-    on_first_rank(lambda: atomic.write_json(partial / MARKER_FILE, marker))
+    on_first_rank(lambda: sealed.write(partial / MARKER_FILE, marker))
     on_first_rank(lambda: publish_directory(partial, final))
     files.append(_digest(final / MARKER_FILE))
     return [WrittenFile(str(prefix / file.path), file.size, file.sha256) for file in files]
@@ -135,7 +136,7 @@ def files_of(directory: str | Path, *, relative_to: str | Path) -> list[WrittenF
     final = Path(directory).resolve()
     files = [WrittenFile(**file) for file in read_marker(final)["files"]]
     files.append(_digest(final / MARKER_FILE))
-    prefix = final.relative_to(Path(relative_to).resolve())
+    prefix = within(directory, relative_to)
     return [WrittenFile(str(prefix / file.path), file.size, file.sha256) for file in files]
 
 
@@ -175,7 +176,8 @@ def read_state(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / STATE_FILE
     recorded = {file["path"]: file["sha256"] for file in read_marker(directory)["files"]}
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise IncompleteError(f"the checkpoint has no state: {error.strerror}", where=str(path)) from error
     if hashlib.sha256(data).hexdigest() != recorded.get(STATE_FILE):
@@ -191,22 +193,16 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / MARKER_FILE
     try:
-        marker = json.loads(path.read_text())
+        marker = sealed.read(path)
         if marker["format"] != FORMAT_VERSION:
-            raise ValueError(f"format {marker['format']}, expected {FORMAT_VERSION}")
-        if marker["sha256"] != _marker_digest(marker):
-            raise ValueError("the marker differs from its own digest")
+            raise ValueError(f"format {marker['format']!r}, expected {FORMAT_VERSION}")
         return marker
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise IncompleteError(
             f"no complete checkpoint: {error}",
             where=str(path),
             remedy="use an earlier checkpoint; a directory without this marker was never finished",
         ) from error
-
-
-def _marker_digest(marker: dict[str, Any]) -> str:
-    return sealed.digest({key: value for key, value in marker.items() if key != sealed.SEAL})
 
 
 def _own_path(directory: Path, name: str) -> Path:

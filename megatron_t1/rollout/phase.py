@@ -20,6 +20,7 @@ from megatron_t1.environment.verifier import verify
 from megatron_t1.errors import T1Error
 from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile
+from megatron_t1.report.printable import printable
 from megatron_t1.rollout.agent import Attempt, run_episode
 from megatron_t1.rollout.crew import ALONE, Crew
 from megatron_t1.rollout.engine.client import EngineClient
@@ -114,6 +115,7 @@ class _Engine:
                 route_shape=shape,
                 request_timeout_s=rollout.engine.request_timeout_s,
                 check_alive=server.check_alive,
+                model=server.served_name,
             )
             self._client = await self.stack.enter_async_context(client)
             print(f"the engine is ready after {server.start_s:.1f} s", flush=True)
@@ -304,5 +306,5 @@ def _say_result(plan: Plan, metrics: dict[str, float], reasons: list[tuple[str, 
             facts.append(f"{text} {metrics[f'{plan.phase}/{name}']:.3f}")
     if reasons:
         untrusted = metrics[f"{plan.phase}/untrusted"]
-        facts.append(f"{untrusted:.0f} without a trusted verdict (excluded), most of them: {reasons[0][0]}")
+        facts.append(f"{untrusted:.0f} without a trusted verdict (excluded), most of them: {printable(reasons[0][0])}")
     print(", ".join(facts), flush=True)

@@ -95,8 +95,8 @@ def require_playable(plan: Plan, chat: ChatFormat) -> None:
 def finished(store: RolloutStore, plan: Plan, contract: SamplingContract, policy: Policy) -> set[str]:
     """Ids of the plan's records that are there; raises when they are of another policy, contract or plan."""
     headers = store.headers()
-    planned = {attempt.trajectory_id for attempt in plan.attempts}
-    stray = sorted(set(headers) - planned)
+    planned = {attempt.trajectory_id: attempt for attempt in plan.attempts}
+    stray = sorted(set(headers) - set(planned))
     if stray:
         raise MismatchError(
             f"{len(stray)} records don't belong to this {plan.phase}, for example {stray[0]!r}",
@@ -111,6 +111,13 @@ def finished(store: RolloutStore, plan: Plan, contract: SamplingContract, policy
                 f"the record was sampled by policy {header.policy_versions[0]}, this phase plays {policy.version}",
                 where=str(plan.directory / name),
                 remedy="remove the directory, or use another run.dir",
+            )
+        # A policy may be evaluated at any iteration, but samples the rollout of one at a time.
+        if plan.phase == "rollout" and header.iteration != planned[name].iteration:
+            raise MismatchError(
+                f"the record is of iteration {header.iteration}, this phase plays {planned[name].iteration}",
+                where=str(plan.directory / name),
+                remedy="remove the record; it is played again",
             )
     return set(headers)
 

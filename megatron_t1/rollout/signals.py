@@ -1,4 +1,4 @@
-"""An event loop that ends by SIGTERM or SIGINT: everything is cancelled and cleaned up, and one error says so."""
+"""An event loop that ends by a signal that asks to stop: all is cancelled and cleaned up, and one error says so."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from megatron_t1.errors import T1Error
+from megatron_t1.processes import stop_signal_numbers
 
 Result = TypeVar("Result")
 
@@ -42,7 +43,7 @@ def run_until_signal(main: Coroutine[Any, Any, Result]) -> Result:
 def _handling(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     handled = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signal_numbers():
         with contextlib.suppress(ValueError, RuntimeError):  # outside the main thread there are no handlers
             loop.add_signal_handler(number, stop, number)
             handled.append(number)

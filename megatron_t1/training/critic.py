@@ -110,7 +110,7 @@ def new_critic(context: Context) -> Engine:
 
 
 def load_start(context: Context, engine: Engine, samples: list[Sample]) -> list[str]:
-    """Give the critic the weights it has before its first step; the names of those that come from nowhere.
+    """Make the critic what it is before its first step; the names of those that come from nowhere.
 
     From the checkpoint `train.critic.start`, or from the start model, whose head is another's (the bias then from these
     samples, as `train.critic.head_bias` says).
@@ -120,7 +120,6 @@ def load_start(context: Context, engine: Engine, samples: list[Sample]) -> list[
         MismatchError: another architecture; or `train.critic.start` is no critic.
     """
     options = context.config.train.critic
-    engine.optimizer_steps = 0
     if options.start:
         engine.load_weights(Path(options.start))
         context.say(f"critic started from {options.start}")
@@ -128,7 +127,7 @@ def load_start(context: Context, engine: Engine, samples: list[Sample]) -> list[
     report = load_hf(engine.chunks, context.start_model, role="value")
     if options.head_bias == "mean_return":
         set_value_bias(engine.chunks, float(np.mean([sample.reward for sample in samples])))
-    engine.parameters_changed()
+    engine.begin_anew()
     context.say(f"critic started from {context.start_model}; newly initialised: {', '.join(report.newly_initialised)}")
     return report.newly_initialised
 

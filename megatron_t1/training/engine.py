@@ -27,6 +27,7 @@ from megatron_t1.model.build import build_model
 from megatron_t1.model.checkpoint import load_checkpoint, optimizer_differences, save_checkpoint
 from megatron_t1.model.collective import together
 from megatron_t1.model.mixed_optimizer import store_mixed_types
+from megatron_t1.model.optimizer_state import inner_optimizers
 from megatron_t1.phase import WrittenFile
 from megatron_t1.ppo.sums import Sums, merge
 from megatron_t1.routing.options import ReplayOptions
@@ -161,6 +162,16 @@ class Engine:
     def load_weights(self, directory: Path) -> None:
         """The model alone from a checkpoint of this role; the optimizer and its counter begin anew."""
         load_checkpoint(directory, self.chunks, None)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """From the parameters as they are now, as before the first optimizer step: no moments, and no steps counted."""
+        self.optimizer_steps = 0
+        if self.optimizer is not None:
+            for inner in inner_optimizers(self.optimizer):
+                inner.state.clear()
+                for group in inner.param_groups:
+                    group.pop("step", None)  # where fused optimizers count
         self.parameters_changed()
 
     def save(
@@ -296,6 +307,7 @@ class Engine:
     def _skip(self, batches: list[MicroBatch], loss: LossFunction) -> Sums:
         """Leave a step out, or end the phase; either way it is said whose loss or gradient isn't finite."""
         self.skipped.append(report(self, batches, loss, stop=self.optimizer_config.nonfinite == "stop"))
+        self.replay.take_load()  # of a step that isn't taken, and of the search
         return {"skipped": torch.ones(2, dtype=torch.float64)}
 
     @torch.no_grad()

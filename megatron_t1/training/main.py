@@ -13,12 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_t1 import fence
 from megatron_t1.config.compose import load_run_config
 from megatron_t1.config.schema import Config
-from megatron_t1.errors import T1Error, readable
+from megatron_t1.errors import T1Error, readable, warn
 from megatron_t1.model.backend import Backend, select_backend
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
@@ -55,13 +56,13 @@ def guarded(work: Callable[[], None]) -> int:
             case "late":
                 _say_who_is_late(error)
             case "gone":
-                print(f"broken off on rank {_rank()}: the connection to another rank is gone", file=sys.stderr)
-                print(f"  {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+                warn(f"broken off on rank {_rank()}: the connection to another rank is gone")
+                warn(f"  {' '.join(str(error).split())[:300]}")
                 time.sleep(LINGER_S)
             case _:
                 said = readable(error) or _of_the_device(error)
                 text = f"\n{traceback.format_exc()}" if said is None else f" {said}"
-                print(f"error on rank {_rank()}:{text}", file=sys.stderr, flush=True)
+                warn(f"error on rank {_rank()}:{text}")
         _leave(1)
     return 0
 
@@ -71,18 +72,18 @@ def _say_who_is_late(error: BaseException) -> None:
 
     late = ranks_that_never_came()
     if late:
-        print(f"error on rank {late[0]}: it didn't come to a collective operation in time", end="", file=sys.stderr)
         more = f", nor did {', '.join(map(str, late[1:9]))}" if late[1:] else ""
-        print(f"{more}; rank {_rank()} waited for cluster.collective_timeout_s", file=sys.stderr)
+        warn(
+            f"error on rank {late[0]}: it didn't come to a collective operation in time{more}; "
+            f"rank {_rank()} waited for cluster.collective_timeout_s"
+        )
     else:
         who = "other ranks, which can't be asked" if late is None else "the other ranks, and they for it"
-        print(f"error on rank {_rank()}: it waited in vain for {who}", file=sys.stderr)
-    print(f"  where:  {' '.join(str(error).split())[:300]}", file=sys.stderr)
-    print(
+        warn(f"error on rank {_rank()}: it waited in vain for {who}")
+    warn(f"  where:  {' '.join(str(error).split())[:300]}")
+    warn(
         "  remedy: see that rank's log and its node; a phase that is only slow needs a larger "
-        "cluster.collective_timeout_s",
-        file=sys.stderr,
-        flush=True,
+        "cluster.collective_timeout_s"
     )
 
 
@@ -173,8 +174,9 @@ def _phase(role: str) -> Callable[..., PhaseResult]:
 
 def _leave(code: int) -> None:
     """End at once: other ranks may be inside a collective, and the launcher ends them when it sees this exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk that holds the logs is full
+            stream.flush()
     os._exit(code)
 
 

@@ -11,6 +11,7 @@ written. A damaged one is passed over, by name; one of another configuration or 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import re
@@ -24,11 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_t1 import sealed
+from megatron_t1.atomic import TEMPORARY_SUFFIX
 from megatron_t1.config.compose import flatten
 from megatron_t1.errors import IncompleteError, MismatchError
 from megatron_t1.model.checkpoint import MARKER_FILE, files_of, read_marker, read_own, read_state
 from megatron_t1.model.collective import gather_objects, on_first_rank, together
 from megatron_t1.model.directories import publish_directory
+from megatron_t1.model.hf_export import TEMPLATE_PATTERNS
 from megatron_t1.model.random_state import random_state, restore_random_state
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, WrittenFile, missing_outputs, summarised
@@ -39,6 +43,7 @@ from megatron_t1.training.samples import Sample, attach
 from megatron_t1.trajectory.sidecar import read_sidecar
 
 RANDOM = "random.safetensors"
+MODEL_PATTERNS = ("*.safetensors", *TEMPLATE_PATTERNS)  # files that a run is bound to (loop.start_model)
 _STEP = re.compile(r"step_(\d{7,})", re.ASCII)
 # Options that decide what the updates of every role compute; those of the role itself come on top.
 _DECIDING = (
@@ -158,11 +163,16 @@ class Progress:
             on_first_rank(self._prune)
 
     def publish_best(self, final: Path) -> list[WrittenFile]:
-        """Make the best critic's checkpoint what the phase leaves; its files. Collective."""
+        """Make the best critic's checkpoint what the phase leaves; its files. Collective.
+
+        It stays among the phase's own, which may still go on from it, until the result is written.
+        """
 
         def publish() -> None:
-            final.parent.mkdir(parents=True, exist_ok=True)
-            publish_directory(self._step(self.best), final)
+            partial = final.with_name(final.name + TEMPORARY_SUFFIX)
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(self._step(self.best), partial, copy_function=_link)
+            publish_directory(partial, final)
 
         on_first_rank(publish)
         return files_of(final, relative_to=self.context.paths.root)
@@ -193,6 +203,8 @@ class Progress:
                 continue
             self.context.say(f"going on in the middle of the phase, after {self.taken} mini-batches")
             return engine
+        del engine
+        gc.collect()  # the phase builds its own; a model's cycles would keep this one beside it
         return None
 
     def _usable(self, place: Path) -> dict[str, Any]:
@@ -230,8 +242,11 @@ class Progress:
         self._fields, self._inputs = state["fields"], state["inputs"]
         engine.skipped = state["skipped"]
         if self._fields:
-            sidecar = read_sidecar(self.context.paths.root / self._fields["directory"])
-            attach([sample for sample in samples if sample.key in sidecar], sidecar, self._fields["names"])
+            together(lambda: self._attach_kept(samples))
+
+    def _attach_kept(self, samples: Sequence[Sample]) -> None:
+        sidecar = read_sidecar(self.context.paths.root / self._fields["directory"])
+        attach([sample for sample in samples if sample.key in sidecar], sidecar, self._fields["names"])
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -295,13 +310,23 @@ def _identity(context: Context, section: str, origin: Path, samples: Sequence[Sa
     return {**options, "records": records, "start": _digest_of(origin)}
 
 
+def _link(source: str, target: str) -> None:
+    """A second name of a file; a second file where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def _is_free(option: str) -> bool:
-    return option.rpartition(".")[2] in _FREE
+    section, _, name = option.rpartition(".")
+    return bool(section) and name in _FREE  # "start" and "records" are no options
 
 
 def _digest_of(directory: Path) -> str:
-    """Of a checkpoint: its marker's; of a Hugging Face directory: of its files' names and sizes."""
+    """Of a checkpoint: its marker's; of a Hugging Face directory: of the names and sizes of a model's files."""
     if (directory / MARKER_FILE).is_file():
-        return f"checkpoint {read_marker(directory)['sha256'][:16]}"
-    names = sorted(f"{path.name} {path.stat().st_size}" for path in directory.iterdir() if path.is_file())
+        return f"checkpoint {sealed.digest(read_marker(directory))[:16]}"
+    found = {path for pattern in MODEL_PATTERNS for path in directory.glob(pattern) if path.is_file()}
+    names = sorted(f"{path.name} {path.stat().st_size}" for path in found)
     return f"model {hashlib.sha256(chr(10).join(names).encode()).hexdigest()[:16]}"

@@ -42,6 +42,7 @@ DAMAGED_SUFFIX = ".damaged"  # in place of SUFFIX
 SHARD_SUFFIX = ".shard.safetensors"
 SHARD_FORMAT = "megatron-t1 shard"
 SHARD_SIZE = 128
+INDEX_BYTES = 50_000_000  # of a shard's index, half of what a file's header may have
 NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a directory, over a network
 INDEX_SHAPE = [{"header": {"trajectory_id": text, None: anything}, "digest": text}]
 DUPLICATE_REMEDY = "remove the file that doesn't belong there; ids must be unique in a store"
@@ -165,8 +166,8 @@ class RolloutStore:
                     self._require_same(trajectory)
                 else:
                     fresh.append(trajectory)
-            for start in range(0, len(fresh), shard_size):
-                self._write_shard(fresh[start : start + shard_size])
+            for batch in _batches(fresh, shard_size):
+                self._write_shard(batch)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -199,11 +200,10 @@ class RolloutStore:
             self._require_same(self._load_single(trajectory_id))
             self._single(trajectory_id).unlink(missing_ok=True)
         remaining = [trajectory_id for trajectory_id in singles if trajectory_id not in sealed]
-        for start in range(0, len(remaining), shard_size):
-            names = remaining[start : start + shard_size]
-            self._write_shard([self._load_single(name, verify=True) for name in names])
-            for name in names:
-                self._single(name).unlink(missing_ok=True)
+        for batch in _batches((self._load_single(name, verify=True) for name in remaining), shard_size):
+            self._write_shard(batch)
+            for trajectory in batch:
+                self._single(trajectory.header.trajectory_id).unlink(missing_ok=True)
 
     def discard(self, trajectory_id: str) -> bool:
         """Remove a record that is not sealed yet; whether there was one. Sealed records are never removed."""
@@ -431,7 +431,7 @@ class RolloutStore:
         tensors: dict[str, np.ndarray] = {}
         records = []
         for index, trajectory in enumerate(trajectories):
-            records.append({"header": trajectory.header.to_json(), "digest": trajectory.digest})
+            records.append(_index_entry(trajectory))
             tensors.update({f"{index}/{name}": array for name, array in trajectory.arrays().items()})
         content = hashlib.sha256("".join(item["digest"] for item in records).encode()).hexdigest()
         # Named by content: a repeated seal writes the same file.
@@ -439,9 +439,32 @@ class RolloutStore:
         metadata = {
             "format": SHARD_FORMAT,
             "schema": str(SCHEMA_VERSION),
-            "records": json.dumps(records, sort_keys=True, separators=(",", ":"), default=lambda item: item.item()),
+            "records": _index_text(records),
         }
         self._digests[path.name] = tensorfile.write(path, tensors, metadata)
+
+
+def _batches(trajectories: Iterable[Trajectory], shard_size: int) -> Iterator[list[Trajectory]]:
+    """In their order, at most `shard_size` at a time, and no more than fit the index of one shard."""
+    batch: list[Trajectory] = []
+    size = 0
+    for trajectory in trajectories:
+        needed = len(json.dumps(_index_text(_index_entry(trajectory))))  # text within a JSON header
+        if batch and (len(batch) == shard_size or size + needed > INDEX_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(trajectory)
+        size += needed
+    if batch:
+        yield batch
+
+
+def _index_entry(trajectory: Trajectory) -> dict[str, Any]:
+    return {"header": trajectory.header.to_json(), "digest": trajectory.digest}
+
+
+def _index_text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=lambda item: item.item())
 
 
 def _twice(trajectory_id: str, one: str, other: str, directory: Path) -> DuplicateError:

@@ -24,7 +24,7 @@ import numpy as np
 from megatron_t1 import atomic
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.regular import open_regular
-from megatron_t1.safetensors_header import METADATA, HeaderEntry, read_header
+from megatron_t1.safetensors_header import MAX_HEADER_BYTES, METADATA, HeaderEntry, read_header
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -57,7 +57,7 @@ def write(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping
     Tensors are streamed, so that mapped inputs are never all in memory.
 
     Raises:
-        T1Error: a dtype the format doesn't know, or no space left.
+        T1Error: a dtype the format doesn't know, a header larger than the format allows, or no space left.
     """
     head, order = _head(path, tensors, metadata)
     parts = [head, *(_bytes_of(tensors[name]) for name in order)]
@@ -113,6 +113,12 @@ def _head(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:  # nobody could read it
+        raise T1Error(
+            f"its header would have {len(text)} bytes, at most {MAX_HEADER_BYTES} can be read",
+            where=str(path),
+            remedy="nothing was written; shorten what its metadata states",
+        )
     return len(text).to_bytes(8, "little") + text, order
 
 

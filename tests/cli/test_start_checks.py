@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -162,8 +163,10 @@ def test_other_evaluation_options_go_to_another_directory(capsys, place):
     said = refused(capsys, "eval", "run.dir=my run", "eval.attempts=4")
     assert "eval.attempts: the run has 2, now 4" in said
     exported = place / "my run/hf/iter_0001"
-    assert f"'run.dir={place / 'my run'}-evaluation' model=tiny 'model.path={exported}'" in said
-    assert f"eval.tasks={place / 'tasks/held_out'} eval.attempts=4" in said
+    command, *words = shlex.split(said.partition("options): ")[2].partition("\n")[0])[1:]
+    config = compose(words)
+    assert command == "eval" and config.run.dir == f"{place / 'my run'}-evaluation" and config.model.path == str(exported)
+    assert config.eval.tasks == str(place / "tasks/held_out") and config.eval.attempts == 4
 
 
 def test_commands_in_the_summary_can_be_pasted(capsys, place):

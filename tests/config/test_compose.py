@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_t1.config.compose import absolute, compose, flatten, group_names, load_run_config, save
+from megatron_t1.config.compose import absolute, as_override, compose, flatten, group_names, load_run_config, save
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import ConfigError, IncompleteError
 from megatron_t1.resources import resource_dir
@@ -24,6 +24,15 @@ def test_every_shipped_group_option_composes(overrides):
 def test_defaults_are_the_tiny_model_on_this_machine():
     config = compose()
     assert (config.model.name, config.cluster.launcher, config.layout.expert) == ("tiny", "local", 2)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["runs/a", "runs/00_lr=1e-6,seed=(2)", "é/ü", "a'b", "a\\'b", "a\\", "a\\\\", "a\\b", "a b", " a ", "[x]", "{y}",
+     "$HOME", "~x", "a:b", 'a"b', "5", "1e3", "null", "true"],
+)  # fmt: skip
+def test_a_path_is_an_override_whatever_is_in_it(path):
+    assert compose([as_override("run.dir", path)]).run.dir == path
 
 
 def test_experiment_with_and_without_plus_is_the_same():

@@ -289,6 +289,7 @@ def verdict_of(in_sandbox, make_task):
         "mkdir /opt/e; echo 'raise SystemExit(1)' > /opt/e/__init__.py; ln -s /opt/e json",
         "mkdir /opt/e; echo 'raise SystemExit(1)' > /opt/e/json.py; cd /; mv app app2; ln -s /opt/e app",
         "mkdir x-1.dist-info; echo '[pytest11]' > x-1.dist-info/entry_points.txt",
+        r"mkdir $'\xff\e[2J.dist-info'; touch $'\xff\e[2J.dist-info/entry_points.txt'",
         "echo 'raise SystemExit(1)' > /json.py; cd /; rm -rf app",
         "(while [ -e a.txt ]; do :; done; echo 'raise SystemExit(1)' > json.py) & sleep 0.1; rm a.txt; sleep 0.1",
     ],
@@ -296,6 +297,7 @@ def verdict_of(in_sandbox, make_task):
 def test_planted_modules_make_the_verdict_untrusted(verdict_of, command):
     _, verdict = verdict_of(command)
     assert not verdict.trusted and "takes the place" in verdict.reason
+    assert verdict.reason.isprintable() and verdict.reason.encode()  # it is printed, and stands in files
 
 
 def test_settings_that_load_code_stay_the_systems(verdict_of):

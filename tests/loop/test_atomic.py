@@ -1,5 +1,6 @@
 """Files that are complete or absent, and that say of themselves whether they are what was written."""
 
+import json
 import os
 import stat
 
@@ -57,3 +58,11 @@ def test_lines_and_files_carry_their_seal():
     for changed in (line.replace(b"12", b"13"), line[:-3], b"", b"[]", b"{}", b'{"sha256": 5}'):
         with pytest.raises(ValueError):
             sealed.opened(changed)
+
+
+@pytest.mark.parametrize("sealing", [False, True])
+def test_names_that_are_no_text_are_written_and_read_again(tmp_path, sealing):
+    value = {"name": os.fsdecode(b"\xff.py"), "other": "é"}
+    (sealed.write if sealing else atomic.write_json)(tmp_path / "a.json", value)
+    found = sealed.read(tmp_path / "a.json") if sealing else json.loads((tmp_path / "a.json").read_text())
+    assert found == value

@@ -14,6 +14,7 @@ from megatron_t1.loop.launcher import Exit, require_success
 from megatron_t1.loop.manifest import new_manifest
 from megatron_t1.loop.runner import opened
 from megatron_t1.loop.steps import Step
+from megatron_t1.paths import RunPaths
 
 STEP = Step(0, ("rollout",))
 
@@ -32,6 +33,20 @@ def test_what_is_reserved_is_given_back(tmp_path):
     assert reserve.refusal(tmp_path, 64 * 2**20) == 0
     assert not list(tmp_path.iterdir())
     assert before - os.statvfs(tmp_path).f_bfree < 64 * 2**20 // os.statvfs(tmp_path).f_frsize  # others write, too
+
+
+def test_what_a_phase_has_written_before_it_was_killed_is_not_asked_for_again(config, monkeypatch):
+    paths, step = RunPaths.of(config.run.dir), Step(0, ("critic",))
+    written = paths.progress(0, "critic") / "step_0000001" / "__0_0.distcp"
+    written.parent.mkdir(parents=True)
+    asked = []
+    monkeypatch.setattr(space, "FLOOR_BYTES", 1000)
+    monkeypatch.setattr(space, "expected_bytes", lambda *_: 5000)
+    monkeypatch.setattr(reserve, "refusal", lambda directory, size: asked.append(size) or 0)
+    for size in (0, 2000, 9000):
+        written.write_bytes(bytes(size))
+        space.require_space(config, new_manifest(config), step)
+    assert asked == [6000, 4000, 1000]
 
 
 def test_a_phase_is_reserved_in_parts_and_a_refusal_of_any_is_one(tmp_path, monkeypatch):

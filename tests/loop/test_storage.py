@@ -169,6 +169,23 @@ def test_killed_while_it_deletes_the_next_start_ends_it(config, moment, monkeypa
     assert not [path for path in paths.root.rglob("*") if path.name.endswith(".deleting")]
 
 
+def test_what_more_may_stay_after_all_is_not_retired(config, monkeypatch):
+    """Killed after it was recorded, and started again with an option that keeps it."""
+    config.loop.keep_exports = 1
+    paths, manifest = make(config, 4), manifest_after(config, 4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        retire(config, manifest)
+    config.loop.keep_exports = config.train.keep_checkpoints = 3
+    manifest = Manifest.read(paths.manifest)
+    assert {"hf/iter_0001", "hf/iter_0003"} <= set(manifest.retired)
+    retire(config, manifest)
+    assert left(paths, "hf") == [2, 3, 4]
+    for known in (manifest, Manifest.read(paths.manifest)):
+        assert "hf/iter_0001" in known.retired and "hf/iter_0003" not in known.retired
+        assert (4, "evaluation") not in known.settled and (2, "evaluation") in known.settled
+
+
 def test_what_killed_writers_left_is_swept_and_nothing_else(config):
     paths = rollouts(config, 1)
     half = [paths.root / "config.yaml.123.partial", paths.rollouts(0) / "a.safetensors.45.partial",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_t1 import sealed
 from megatron_t1.atomic import sha256_file
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from tests.distributed import run_distributed
@@ -118,11 +120,8 @@ def test_saving_leaves_one_directory_and_no_process(trained):
 
 def rewrite_marker(directory, **changes):
     """As if another program had written the checkpoint."""
-    from megatron_t1.model.checkpoint import _marker_digest
-
     path = directory / "checkpoint.json"
-    marker = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({**marker, "sha256": _marker_digest(marker)}))
+    sealed.write(path, {**sealed.read(path), **changes})
 
 
 def test_an_optimizer_that_no_layout_but_its_own_takes_is_refused_or_replaced(trained, backend, make_engine):
@@ -185,6 +184,25 @@ def test_damaged_checkpoint_is_refused(trained, damage):  # Automodel#3261 verl#
     damage(directory)
     with pytest.raises(IncompleteError):
         load(directory, wrapped, optimizer)
+
+
+@pytest.mark.parametrize("odd", ["pipe", "directory", "nested", "text"])
+def test_what_no_save_leaves_is_no_marker(tmp_path, odd):
+    """And reading it ends."""
+    from megatron_t1.model.checkpoint import read_marker
+
+    path = tmp_path / "checkpoint.json"
+    match odd:
+        case "pipe":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "nested":
+            path.write_text("[" * 100_000)
+        case "text":
+            path.write_bytes(b'{"format": "\xff"}')
+    with pytest.raises(IncompleteError, match="no complete checkpoint"):
+        read_marker(tmp_path)
 
 
 def test_save_that_died_is_no_checkpoint(trained, tmp_path):  # Automodel#3261

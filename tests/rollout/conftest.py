@@ -187,7 +187,7 @@ class FakeServer:
         self.turns = [chat.command("echo red > docs/alpha.txt"), chat.command("cat notes.md"), chat.submission()]
         self.routes, self.start_s, self.requests, self.sessions, self.url = routes, 0.0, [], [], ""
         self.shape = EngineRoutes(num_moe_layers=4, top_k=4, num_experts=16)
-        self.router_dtype = "float32"
+        self.router_dtype, self.served_name = "float32", "policy-fake"
 
     async def __aenter__(self):
         type(self).started += 1

@@ -10,11 +10,12 @@ from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineRequest
 from tests.rollout.conftest import SHAPE, answer, completion, routes_for
 
 
-def parse(body, *, prompt_length=4, max_tokens=8, routes_from=None, shape=SHAPE):
+def parse(body, *, prompt_length=4, max_tokens=8, routes_from=None, shape=SHAPE, stop_ids=()):
     return Completion.from_response(
         body,
         prompt_length=prompt_length,
         max_tokens=max_tokens,
+        stop_ids=stop_ids,
         routes_from=routes_from,
         route_shape=shape,
         where="test-0, turn 1",
@@ -70,6 +71,25 @@ def test_bad_answers_are_refused(body, message):
     with pytest.raises(EngineAnswerInvalid, match=message) as caught:
         parse(body)
     assert caught.value.where == "test-0, turn 1"
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (answer([5, 2, 6]), "tokens after the stop id 2, which is sampled token 1 of 3"),
+        (answer([2, 3]), "tokens after the stop id 2"),
+        (answer([2] + [5] * 7, reason="length"), "tokens after the stop id 2"),
+        (answer([5, 6]), "stopped after token 6, which is none of the stop ids"),
+    ],
+)
+def test_a_turn_ends_with_its_first_stop_id_and_nothing_else_stops_it(body, message):
+    with pytest.raises(EngineAnswerInvalid, match=message):
+        parse(body, stop_ids=(2, 3))
+
+
+def test_a_turn_that_ends_as_it_must_is_taken():
+    assert len(parse(answer([5, 3]), stop_ids=(2, 3))) == 2
+    assert len(parse(answer([5] * 8, reason="length"), stop_ids=(2, 3))) == 8
 
 
 def test_abort_is_a_failed_request():

@@ -1,8 +1,10 @@
 """The engine's command line, environment and client errors, without an engine."""
 
 import asyncio
+import contextlib
 import json
 
+import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
@@ -13,6 +15,8 @@ from megatron_t1.rollout.engine import command
 from megatron_t1.rollout.engine.client import EngineClient
 from megatron_t1.rollout.engine.command import EngineBuild, serve_command, serve_environment
 from megatron_t1.rollout.engine.errors import EngineAnswerInvalid, EngineLost, EngineRequestFailed
+from megatron_t1.rollout.engine.server import _serves
+from megatron_t1.rollout.journal import Journal
 from megatron_t1.rollout.policy import Policy, route_shape_of
 from tests.rollout.conftest import answer
 
@@ -94,6 +98,7 @@ def test_moe_layers_of_a_checkpoint(raw, expected):
         (400, b"too long", False, EngineAnswerInvalid),
         (500, b"broken", False, EngineRequestFailed),
         (500, b"broken", True, EngineLost),
+        (404, b"the model is not served here", True, EngineLost),  # by whoever took the port
         (200, b"{}", False, EngineAnswerInvalid),
         (None, b"", False, EngineRequestFailed),
         (None, b"", True, EngineLost),
@@ -151,6 +156,70 @@ def test_answers_come_back_whole():
             with pytest.raises(ValueError, match="records none"):
                 await client.generate(np.array([1], np.int32), **options, routes_from=0)
         await runner.cleanup()
+
+    asyncio.run(main())
+
+
+@contextlib.asynccontextmanager
+async def served(routes):
+    """The address of a server: path -> what it answers."""
+    app = web.Application()
+    for path, body in routes.items():
+        app.router.add_route("*", path, lambda request, body=body: body(request))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def test_an_engine_that_took_the_port_of_a_dead_one_is_not_listened_to(tmp_path):
+    """It refuses a model that it doesn't serve; what a journal holds is found again after an engine of another name."""
+    asked = []
+
+    async def generate(request):
+        asked.append(await request.json())
+        known = asked[-1]["model"] == "policy-1"
+        return web.Response(body=answer([7, 2])) if known else web.Response(status=404, text="no such model")
+
+    async def lost():
+        raise EngineLost("the engine ended with status 137")
+
+    async def main():
+        options = dict(max_tokens=4, temperature=1.0, top_p=1.0, stop_ids=[2])
+        journal = Journal(tmp_path, "demo-0", "policy 1")
+        async with served({"/inference/v1/generate": generate}) as url:
+            async with EngineClient(url, model="policy-0", check_alive=lost) as client:
+                with pytest.raises(EngineLost):
+                    await client.generate(np.array([1], np.int32), **options)
+            async with EngineClient(url, model="policy-1") as client:
+                journal.begin()
+                await client.generate(np.array([1], np.int32), **options, journal=journal)
+                journal.close()
+        journal = Journal(tmp_path, "demo-0", "policy 1")
+        journal.begin()
+        async with EngineClient("http://127.0.0.1:9", model="policy-2") as client:
+            await client.generate(np.array([1], np.int32), **options, journal=journal)
+        assert journal.continued == 1 and [request["token_ids"] for request in asked] == [[1], [1]]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("models", [None, 7, [], {}, {"data": None}, {"data": 3}, {"data": [None]}, {"data": [{}]}])
+def test_a_stranger_on_the_port_is_not_ours(models):
+    async def main():
+        async def healthy(request):
+            return web.Response()
+
+        async def list_models(request):
+            return web.json_response(models)
+
+        async with served({"/health": healthy, "/v1/models": list_models}) as url:
+            async with aiohttp.ClientSession() as session:
+                assert not await _serves(session, url, "policy-0")
 
     asyncio.run(main())
 

@@ -18,6 +18,7 @@ from megatron_t1 import atomic
 from megatron_t1.commands import run as evaluate_command
 from megatron_t1.config.schema import Config
 from megatron_t1.environment.loading import write_task
+from megatron_t1.environment.sandbox.interface import VerifierRun
 from megatron_t1.environment.task import Task, TaskContent
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.loop.runner import Runner
@@ -286,6 +287,29 @@ def test_records_of_another_contract_are_refused(config, fake_engine):
     config.rollout.top_p = 0.9
     with pytest.raises(MismatchError, match="top_p"):
         run_rollout(config, 0)
+
+
+def test_records_of_another_iteration_are_refused(config, fake_engine):
+    """The same policy samples in every iteration of the critic's warm-up."""
+    config.loop.warmup_iterations = 2
+    config.rollout.tasks_per_iteration = 5
+    run_rollout(config, 0)
+    paths = RunPaths.of(config.run.dir)
+    shutil.copytree(paths.rollouts(0), paths.rollouts(1))
+    with pytest.raises(MismatchError, match="of iteration 0, this phase plays 1"):
+        run_rollout(config, 1)
+
+
+def test_what_a_verifier_says_is_printed_and_never_obeyed(config, fake_engine, monkeypatch, capsys):
+    class Shouting(PassingSandbox):
+        async def run_verifier(self, task, timeout_s, names):
+            return VerifierRun(None, "\x1b]0;owned\x07\udcff", True)
+
+    monkeypatch.setattr("tests.rollout.conftest.PassingSandbox", Shouting)
+    config.rollout.max_untrusted_share = 1.0
+    run_rollout(config, 0)
+    said = capsys.readouterr().out
+    assert r"ran out of time (30 s): \x1b]0;owned\x07\udcff" in said and "\x1b" not in said
 
 
 def test_seeds_and_routes_reach_the_engine(config, fake_engine, monkeypatch):

@@ -1,6 +1,8 @@
 """Which episodes are played, by whom, and that an error leaves nothing behind."""
 
 import asyncio
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -113,6 +115,27 @@ def test_a_later_run_finds_the_sandboxes_of_a_killed_one(tmp_path):
     config = Config()
     config.env.sandbox.scratch_dir = str(tmp_path / "scratch")
     assert sandbox_maker(config.env)()._base == sandbox_maker(config.env)()._base
+
+
+HANGUP = """
+import asyncio, os, signal, sys
+from megatron_t1.errors import T1Error
+from megatron_t1.rollout.signals import run_until_signal
+async def main():
+    os.kill(os.getpid(), signal.SIGHUP)
+    await asyncio.sleep(0.5)
+    print("still here")
+try:
+    run_until_signal(main())
+except T1Error as error:
+    print(error.problem)
+"""
+
+
+@pytest.mark.parametrize(("before", "said"), [([], "stopped by SIGHUP"), (["nohup"], "still here")])
+def test_a_terminal_that_closes_stops_a_phase_which_was_not_to_outlive_it(before, said):
+    done = subprocess.run([*before, sys.executable, "-c", HANGUP], capture_output=True, text=True, timeout=120)
+    assert said in done.stdout and done.returncode == 0, done.stderr
 
 
 def test_classes_are_named_in_the_configuration():

@@ -62,6 +62,13 @@ def test_a_lost_successor_is_replaced_after_work_a_failure_and_a_stop(config, sl
         assert [kind for _, kind in slurm.waiting] == ["train"]
 
 
+@pytest.mark.parametrize("end", [T1Error("the phase failed"), Stopped(15)])
+def test_a_link_that_can_t_hand_on_still_says_what_ended_it(config, slurm, end):
+    slurm.refuses = "QOSMaxSubmitJobPerUserLimit"
+    said = link(config, work=fail(end))
+    assert said.endswith(f"raised {end}") and "no job that follows could be handed in: QOSMaxSubmit" in said
+
+
 def test_a_link_that_slurm_has_lost_hands_on_all_the_same(config, slurm, monkeypatch):
     """A controller that dies within seconds may lose the working job as well: nothing can depend on that any more."""
     asked = []

@@ -124,4 +124,7 @@ def test_cancelling_ends_jobs_whose_lines_are_gone(run, manifest, monkeypatch):
     cut(run, 4, 5)
     monkeypatch.setattr(slurm_jobs, "cancel", ended.append)
     remember(run, manifest)
+    asked = []
+    monkeypatch.setattr(slurm_jobs, "find", lambda job, find=slurm_jobs.find: asked.append(job) or find(job))
     assert cancel_chain(run) == ended == [5, 4]
+    assert 0 not in asked  # which means all jobs of the cluster to scontrol

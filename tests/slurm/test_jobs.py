@@ -11,11 +11,12 @@ from jobs import ROOT, SCRIPT, SIZES, all_keys, environment, finished, logs, use
 
 from megatron_t1 import sealed
 from megatron_t1.commands.slurm import job_lines, obstacle
-from megatron_t1.config.compose import compose
+from megatron_t1.config.compose import compose, save
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import slurm_jobs
 from megatron_t1.loop.chain import cancel_chain
 from megatron_t1.loop.links import Chain
+from megatron_t1.loop.manifest import new_manifest
 from megatron_t1.loop.submission import heterogeneous_job, one_job, resource_options
 from megatron_t1.paths import RunPaths
 
@@ -146,6 +147,81 @@ def test_a_job_is_found_among_the_tasks_of_its_array(monkeypatch):
     assert slurm_jobs.find(13) is None
     monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: None)
     assert slurm_jobs.find(12) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "change"), [("requeue", "scontrol requeue"), ("release", "scontrol release"), ("cancel", "scancel")]
+)
+def test_a_task_of_an_array_isn_t_taken_for_all_of_it(monkeypatch, command, change):
+    """One of the tasks has the number of the array, which means every task to scontrol and scancel."""
+    shown = (
+        "JobId=12 ArrayJobId=12 ArrayTaskId=1 JobState=RUNNING\nJobId=11 ArrayJobId=12 ArrayTaskId=0 JobState=RUNNING\n"
+    )
+    asked = []
+    monkeypatch.setattr(slurm_jobs, "ask", lambda command, **more: asked.append(" ".join(command)) or shown)
+    getattr(slurm_jobs, command)(12)
+    assert asked[-1] == f"{change} 12_1"
+    shown = "JobId=12 JobState=RUNNING"
+    getattr(slurm_jobs, command)(12)
+    assert asked[-1] == f"{change} 12"
+
+
+def program(folder: Path, text: str) -> str:
+    path = folder / "slurm"
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_a_user_sets_for_slurm_s_commands_changes_no_answer(tmp_path, monkeypatch):
+    for name in ("SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "SBATCH_EXPORT", "SCANCEL_INTERACTIVE", "SCONTROL_ALL"):
+        monkeypatch.setenv(name, "x")
+    for name in ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"):
+        monkeypatch.setenv(name, "kept")
+    said = slurm_jobs.ask([program(tmp_path, "env"), "word"])
+    names = {line.partition("=")[0] for line in said.splitlines()}
+    assert {name for name in names if name.startswith(("SLURM_", "SBATCH_", "SCANCEL_", "SCONTROL_"))} == {
+        "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"
+    }  # fmt: skip
+
+
+def test_a_job_of_somebody_with_a_name_that_is_no_text_is_read_all_the_same(tmp_path):
+    said = slurm_jobs.ask([program(tmp_path, r"printf 'JobId=1 JobName=caf\xe9 JobState=RUNNING\n'"), "word"])
+    assert "JobState=RUNNING" in said
+
+
+def test_a_directory_that_is_gone_is_not_taken_for_a_slurm_that_is_missing(tmp_path):
+    with pytest.raises(T1Error, match="the directory that jobs are handed in from isn't there"):
+        slurm_jobs.ask([program(tmp_path, "true"), "word"], directory=tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("state", "waits", "alive"),
+    [("SPECIAL_EXIT", True, True), ("RESV_DEL_HOLD", True, True), ("REQUEUE_HOLD", True, True),
+     ("STOPPED", False, True), ("SIGNALING", False, True), ("NODE_FAIL", False, False)],
+)  # fmt: skip
+def test_a_job_that_is_held_or_stopped_is_not_over(state, waits, alive):
+    assert (state in slurm_jobs.WAITING, slurm_jobs.Job(1, {"JobState": state}).alive) == (waits, alive)
+
+
+def test_jobs_are_asked_of_a_run_whose_path_is_hydra_s_syntax(tmp_path, monkeypatch):
+    """Names as a sweep gives them. A link works on the run that it was given, wherever its own directory is."""
+    from megatron_t1.commands import slurm as commands
+
+    run, worked_on = tmp_path / "00_lr=1e-6,seed=2", []
+    Chain(["run.dir=runs/a", "cluster=slurm"], "/not/on/this/node").write(run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "check", lambda *arguments: None)
+    monkeypatch.setattr(commands, "run_link", lambda config, *more: worked_on.append(config.run.dir))
+    assert commands.link(commands.parse(*commands.find_command(["slurm", "link", str(run), "train"]))) == 0
+    assert worked_on == [str(run)]
+    config = compose([f"run.dir='{run}'"])
+    save(config, run / "config.yaml")
+    new_manifest(config).write(RunPaths.of(run).manifest)
+    said = []
+    monkeypatch.setattr(commands, "say", said.append)
+    assert commands.status(commands.parse(*commands.find_command(["slurm", "status", str(run)]))) == 0
+    assert any("finished: 0 of" in line for line in said)
 
 
 def test_a_number_that_slurm_gave_to_another_job_is_not_the_run_s(tmp_path, monkeypatch):

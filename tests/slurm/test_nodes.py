@@ -1,5 +1,7 @@
 """Nodes compared before a job's first phase; containers, GPUs and ports of its steps."""
 
+import errno
+import json
 import os
 import socket
 import subprocess
@@ -162,3 +164,18 @@ def test_a_node_that_is_lost_while_it_is_looked_at_is_said(launcher, tmp_path, m
     monkeypatch.setattr(BaseLauncher, "launch", lambda self, command, logs, echo=None: Exit(0, logs, None, "", 1.0))
     (problem,) = node_reports.node_problems(launcher("cluster.rollout.nodes=2"), "rollout", 2, 0)
     assert problem.startswith("rollout: a node said nothing of itself") and "node_0.json" in problem
+
+
+def test_what_can_t_be_deleted_yet_keeps_no_fit_node_from_working(launcher, monkeypatch):
+    """A network file system keeps a file that another node has open, and its directory."""
+
+    def launch(self, command, logs, echo=None):
+        (logs.parent / "node_0.json").write_text(json.dumps({**GOOD, "node": "n1"}))
+        return Exit(0, logs, None, "", 1.0)
+
+    def refuse(path, **more):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr(BaseLauncher, "launch", launch)
+    monkeypatch.setattr(os, "rmdir", refuse)
+    assert node_reports.node_problems(launcher(), "rollout", 1, 0) == []

@@ -63,7 +63,7 @@ def test_a_gradient_without_a_finite_loss_of_its_own(make_run, backend):
     from megatron_t1.training.samples import load_rollouts
 
     config = make_run()
-    config.train.actor.nonfinite = "skip"
+    config.train.actor.nonfinite, config.train.replay.load = "skip", True
     context = Context(config, backend, 0)
     engine = load_actor(context, 0)
     samples = load_rollouts(context.paths.rollouts(0), config, context.contract_facts()).samples
@@ -81,6 +81,7 @@ def test_a_gradient_without_a_finite_loss_of_its_own(make_run, backend):
         sums = engine.train_step(batches, loss)
     assert set(sums) == {"skipped"} and engine.optimizer_steps == 0
     assert engine.skipped == [{"step": 0, "trajectories": [steep]}]
+    assert engine.replay.take_load() == {}  # the next step's load is its own
     assert all(torch.equal(old, new) for old, new in zip(before, engine.chunks[0].parameters(), strict=True))
     steep = ""
     assert engine.train_step(batches, loss)["skipped"].tolist() == [0.0, 1.0] and engine.optimizer_steps == 1

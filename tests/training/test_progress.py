@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import torch
 
 from megatron_t1.errors import MismatchError
 from megatron_t1.paths import RunPaths
-from megatron_t1.phase import RESULT_FILE
+from megatron_t1.phase import RESULT_FILE, missing_outputs
 from megatron_t1.training.progress import forget_progress
 from megatron_t1.trajectory.store import RolloutStore
 from tests.training.synthetic import episode, write_rollout
@@ -141,6 +144,21 @@ def test_another_configuration_or_other_records_are_refused_by_name(make_run, ru
         run("critic", config)
 
 
+def test_another_start_is_refused_by_name(make_run, run, die, tmp_path):
+    """The model that the phase began from is in its checkpoint, and the other one's settings would be exported."""
+    config = make_run()
+    sft(config)
+    die(3)
+    with pytest.raises(Died):
+        run("sft", config)
+    die(None)
+    config.model.path = str(shutil.copytree(config.model.path, tmp_path / "moved"))
+    with open(tmp_path / "moved" / "config.json", "a") as file:
+        file.write(" ")
+    with pytest.raises(MismatchError, match="start: the checkpoint has 'model .*now 'model "):
+        run("sft", config)
+
+
 def test_a_smaller_micro_batch_goes_on_in_the_middle(make_run, run, die, capsys):
     """As the error of a GPU that has too little memory advises."""
     config = died_in_its_middle(make_run, run, die)
@@ -219,6 +237,88 @@ def test_the_last_good_one_is_taken(make_run, run, backend, die, capsys):
     shutil.rmtree(steps[0].parent)
     undisturbed = run("critic", config)
     assert disturbed.metrics == pytest.approx(undisturbed.metrics, rel=0, abs=0, nan_ok=True)
+
+
+def test_killed_before_its_result_is_written_a_warmup_still_has_its_best_critic(make_run, run, capsys):
+    config = make_run(warmup=1)
+    warmup_with_best(config)
+    first = run("critic", config)  # leaves the best critic, and no result
+    capsys.readouterr()
+    again = run("critic", config)
+    assert "going on in the middle of the phase" in capsys.readouterr().out
+    assert again.metrics == pytest.approx(first.metrics, rel=0, abs=0, nan_ok=True)
+    assert again.details == first.details
+    assert missing_outputs(again, Path(config.run.dir), digests=True) == []
+
+
+def test_a_best_critic_is_left_where_the_file_system_has_no_hard_links(make_run, run, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    config = make_run(warmup=1)
+    warmup_with_best(config)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.link", refuse)
+        result = run("critic", config)
+    assert missing_outputs(result, Path(config.run.dir), digests=True) == []
+
+
+def test_checkpoints_may_lie_on_another_disk(make_run, run, die, tmp_path, capsys):
+    config = make_run(warmup=1)
+    warmup(config)
+    paths = RunPaths.of(config.run.dir)
+    for place in (paths.root / "checkpoints", paths.progress(0, "critic")):
+        disk = tmp_path / "disk" / place.name
+        disk.mkdir(parents=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(disk)
+    die(3)
+    with pytest.raises(Died):
+        run("critic", config)
+    die(None)
+    result = run("critic", config)
+    assert "after 2 mini-batches" in capsys.readouterr().out
+    assert missing_outputs(result, paths.root, digests=True) == []
+    assert all(file.path.startswith(("checkpoints/critic/iter_0001/", "values/")) for file in result.outputs)
+
+
+def test_a_file_beside_the_model_does_not_make_it_another(make_run, run, die, model, tmp_path, capsys):
+    config = make_run(warmup=1)
+    config.model.path = str(shutil.copytree(model, tmp_path / "own"))
+    warmup(config)
+    die(3)
+    with pytest.raises(Died):
+        run("critic", config)
+    die(None)
+    (tmp_path / "own" / "README.md").write_text("read me")
+    run("critic", config)
+    assert "going on in the middle of the phase" in capsys.readouterr().out
+    (tmp_path / "own" / "added.json").write_text("{}")
+    with pytest.raises(MismatchError, match="start: the checkpoint has"):
+        run("critic", config)
+
+
+def test_an_engine_that_no_checkpoint_could_fill_is_gone(make_run, run, backend, die):
+    """The phase begins anew with one of its own, and two may not fit into memory."""
+    from megatron_t1.training.context import Context
+    from megatron_t1.training.critic import new_critic
+
+    config = died_in_its_middle(make_run, run, die)
+    built = []
+
+    def build():
+        engine = new_critic(Context(config, backend, 0))
+        built.append(weakref.ref(engine))
+        return engine
+
+    flip(next(RunPaths.of(config.run.dir).progress(0, "critic").glob("step_*/__0_0.distcp")))
+    progress, samples = standing(config, backend)
+    gc.disable()
+    try:
+        assert progress.resumed(build, samples) is None
+        assert [engine() for engine in built] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_finished_phase_keeps_none(make_run, run, die):

@@ -12,6 +12,8 @@ import torch
 from megatron_t1.audit.rollouts import rollouts_of
 from megatron_t1.errors import IncompleteError, MismatchError, T1Error
 from megatron_t1.paths import RunPaths
+from megatron_t1.phase import RESULT_FILE
+from megatron_t1.training.progress import forget_progress
 from megatron_t1.trajectory.store import RolloutStore
 from tests.training.synthetic import save_config, write_rollout
 from tests.training.weights import checkpoint_parameters, tree_digest
@@ -30,6 +32,20 @@ def stored(make_run):
     config.rollout.tasks_per_iteration, config.rollout.samples_per_task = 9, 1
     save_config(config)
     return config, run
+
+
+@pytest.fixture
+def warm_up(run):
+    """Run the phase to its end, as `training.main` does: its checkpoints are gone then."""
+
+    def end(config):
+        result, paths = run("warmup", config), RunPaths.of(config.run.dir)
+        result.write(paths.phase(0, "warmup"))
+        forget_progress(paths)
+        (paths.phase(0, "warmup") / RESULT_FILE).unlink()  # as a next start does
+        return result
+
+    return end
 
 
 def directories(paths: list[str]) -> list[str]:
@@ -58,10 +74,12 @@ def test_paths_name_rollouts(make_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_warmup_on_stored_rollouts(stored, run, model, backend):  # verl#1209 slime#2259
+def test_a_warmup_on_stored_rollouts(stored, run, warm_up, model, backend):  # verl#1209 slime#2259
+    from megatron_t1.model.checkpoint import read_marker
+
     config, played = stored
     before = tree_digest(model), tree_digest(Path(played.run.dir))
-    result = run("warmup", config)
+    result = warm_up(config)
     assert (tree_digest(model), tree_digest(Path(played.run.dir))) == before
     assert result.details["newly_initialised"] == ["output_layer.weight", "output_layer.bias"]
     metrics, history = result.metrics, result.details["warmup"]
@@ -89,43 +107,44 @@ def test_a_warmup_on_stored_rollouts(stored, run, model, backend):  # verl#1209 
 
     # Going on from a critic instead of a policy: steps that only make it worse leave it as it was.
     config.train.critic = replace(config.train.critic, rollouts=[played.run.dir], warmup_holdout=4, lr=10.0)
-    again = run("warmup", config)
+    again = warm_up(config)
     assert again.metrics[f"critic/{EXPLAINED}_before"] == pytest.approx(metrics[f"critic/{EXPLAINED}"], rel=1e-6)
     assert again.metrics["critic/warmup_best_epoch"] == 0 and again.metrics["critic/optimizer_steps"] == 0
     assert again.metrics["critic/warmup_steps"] > 0 and again.outputs
     assert torch.equal(checkpoint_parameters(critic, backend, "critic"), kept)
+    assert read_marker(critic)["optimizer"]["steps"] == 0  # nor do their moments move it later
 
 
 @pytest.mark.slow
-def test_targets_that_depend_on_the_critic_are_renewed(stored, run, monkeypatch):
+def test_targets_that_depend_on_the_critic_are_renewed(stored, warm_up, monkeypatch):
     from megatron_t1.training import stored as module
 
     config, _ = stored
     config.train.critic = replace(config.train.critic, warmup_epochs=3, warmup_min_epochs=3, warmup_patience=3)
     made = []
     monkeypatch.setattr(module, "fill_targets", lambda *a, fill=module.fill_targets: made.append(fill(*a)))
-    run("warmup", config)
+    warm_up(config)
     assert len(made) == 1  # at lambda 1 they are the discounted reward
     config.train.gae = replace(config.train.gae, lambda_critic=0.9)
-    run("warmup", config)
+    warm_up(config)
     assert len(made) == 4
 
 
 @pytest.mark.slow
-def test_what_a_warmup_refuses(stored, run, tmp_path, model):
+def test_what_a_warmup_refuses(stored, warm_up, tmp_path, model):
     config, played = stored
     imported = tmp_path / "imported"
     shutil.copytree(RunPaths.of(played.run.dir).rollouts(0), imported)
     config.train.critic = replace(config.train.critic, rollouts=[played.run.dir, str(imported)], warmup_epochs=1)
-    assert run("warmup", config).details["excluded"] == {"also in another rollout": 9}
+    assert warm_up(config).details["excluded"] == {"also in another rollout": 9}
 
     store = RolloutStore(tmp_path / "bare")
     store.add_many(replace(record, routes=None, routed=record.routed & False) for record in RolloutStore(imported))
     config.train.critic = replace(config.train.critic, rollouts=[str(tmp_path / "bare")])
-    assert run("warmup", config).metrics["batch/trajectories"] == 9  # routes are wanted only where the critic replays
+    assert warm_up(config).metrics["batch/trajectories"] == 9  # routes are wanted only where the critic replays
     config.train.replay.critic = True
     with pytest.raises(T1Error, match="no routes"):
-        run("warmup", config)
+        warm_up(config)
     config.train.replay.critic = False
 
     shard = next(imported.glob("*.shard.safetensors"))
@@ -134,14 +153,14 @@ def test_what_a_warmup_refuses(stored, run, tmp_path, model):
     shard.write_bytes(data)
     config.train.critic = replace(config.train.critic, rollouts=[str(imported)])
     with pytest.raises(IncompleteError, match="digest|SHA-256"):
-        run("warmup", config)
+        warm_up(config)
     shutil.copy(shard, next(RunPaths.of(played.run.dir).rollouts(0).glob("*.shard.safetensors")))
     config.train.critic = replace(config.train.critic, rollouts=[played.run.dir])
     with pytest.raises((IncompleteError, MismatchError), match="changed since|SHA-256|digest|bytes"):
-        run("warmup", config)
+        warm_up(config)
     with pytest.raises(T1Error, match="leaves none of 9 to train on"):
         config.train.critic = replace(config.train.critic, rollouts=[str(tmp_path / "bare")], warmup_holdout=0)
-        run("warmup", config)
+        warm_up(config)
 
 
 def test_rollouts_of_another_reward_are_refused(stored):

@@ -6,8 +6,10 @@ import os
 
 import pytest
 
+from megatron_t1 import safetensors_header
 from megatron_t1.errors import IncompleteError, T1Error
 from megatron_t1.trajectory import record, tensorfile
+from megatron_t1.trajectory.record import Verdict
 from megatron_t1.trajectory.store import SHARD_SUFFIX, RolloutStore
 
 
@@ -43,6 +45,31 @@ def test_sealing_changes_files_but_not_content(make, tmp_path):
         assert reader.load("task-3", verify=True).digest == expected["task-3"] and "task-3" in reader
     store.seal()
     assert sorted(os.listdir(tmp_path)) == names
+
+
+def test_no_shard_has_a_longer_index_than_can_be_read(make, tmp_path, monkeypatch):
+    """Verdicts of many checks, and a limit in the place of the format's 100 MB."""
+    checks = {f"{number:03d}-{'n' * 80}": True for number in range(100)}
+    made = [make(f"task-{number}", verdict=Verdict(100, 100, -1, trusted=True, checks=checks)) for number in range(9)]
+    for module in (tensorfile, safetensors_header):
+        monkeypatch.setattr(module, "MAX_HEADER_BYTES", 64_000)
+    monkeypatch.setattr("megatron_t1.trajectory.store.INDEX_BYTES", 25_000)
+    for directory, store in ((name, RolloutStore(tmp_path / name)) for name in ("one by one", "at once")):
+        if directory == "at once":
+            store.add_many(made)
+        else:
+            for trajectory in made:
+                store.add(trajectory)
+            store.seal()
+        assert len(os.listdir(tmp_path / directory)) == 5  # two in each, and what is left
+        assert digests(RolloutStore(tmp_path / directory)) == {t.header.trajectory_id: t.digest for t in made}
+
+
+def test_a_file_that_nobody_could_read_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorfile, "MAX_HEADER_BYTES", 1000)
+    with pytest.raises(T1Error, match="at most 1000 can be read"):
+        tensorfile.write(tmp_path / "a.safetensors", {}, {"text": "n" * 1000})
+    assert not os.listdir(tmp_path)
 
 
 def test_add_many_writes_shards_at_once(make, tmp_path):

@@ -26,7 +26,9 @@ class EngineClient:
         url: base address of the engine.
         route_shape: the model's experts; None when the engine records no routes.
         request_timeout_s: of one generation, queueing in the engine included.
-        check_alive: awaited after a failed connection; raises `EngineLost` when the engine is gone.
+        check_alive: awaited after a failed request; raises `EngineLost` when the engine is gone.
+        model: name that the engine serves its model under, which every request states: another engine that took the
+            port of one that died refuses it. "": not stated.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class EngineClient:
         route_shape: EngineRoutes | None = None,
         request_timeout_s: float = 600.0,
         check_alive: Callable[[], Awaitable[None]] | None = None,
+        model: str = "",
     ):
         self.url = url
+        self.model = model
         self.route_shape = route_shape
         self.request_timeout_s = request_timeout_s
         self._check_alive = check_alive
@@ -116,6 +120,7 @@ class EngineClient:
             body,
             prompt_length=len(ids),
             max_tokens=max_tokens,
+            stop_ids=stop_ids,
             routes_from=routes_from,
             route_shape=self.route_shape,
             where=where,
@@ -163,6 +168,8 @@ class EngineClient:
         return np.array([np.nan, *scores])
 
     async def _post(self, path: str, data: bytes, where: str, exchange: ExchangeSession | None = None) -> bytes:
+        if self.model:  # here: a journal knows a request whatever engine it went to
+            data = b'{"model":%s,%s' % (json.dumps(self.model).encode(), data[1:])
         headers = {"content-type": "application/json"}
         if exchange is not None:  # a router in front of replicas keeps a session where its prefix is cached
             headers[SESSION_HEADER] = exchange.name
@@ -182,9 +189,9 @@ class EngineClient:
         if response.status == 200:
             return body
         problem = f"the engine answered {response.status}: {body[:500].decode(errors='replace')}"
+        await self._raise_if_lost()
         if response.status < 500:
             raise EngineAnswerInvalid(problem, where=where, remedy="the request itself was refused; see the log")
-        await self._raise_if_lost()
         raise EngineRequestFailed(problem, where=where)
 
     async def _raise_if_lost(self) -> None:

@@ -5,6 +5,7 @@ Shapes: P prompt tokens, N sampled tokens, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,7 @@ class Completion:
         routes_from: int | None,
         route_shape: EngineRoutes | None,
         where: str,
+        stop_ids: Sequence[int] = (),
     ) -> Completion:
         """Parse and check the body of an answer of vLLM's /inference/v1/generate.
 
@@ -86,6 +88,7 @@ class Completion:
             routes_from: first position whose routes were asked for; None: no routes.
             route_shape: needed when `routes_from` is given.
             where: names the request in errors.
+            stop_ids: what was asked to end at; (): not checked.
 
         Raises:
             EngineRequestFailed: the engine aborted the request.
@@ -120,6 +123,11 @@ class Completion:
             raise invalid(f"{len(ids)} sampled tokens, asked for 1 to {max_tokens}")
         if reason == "length" and len(ids) != max_tokens:
             raise invalid(f"ended by length after {len(ids)} of {max_tokens} tokens")
+        stops = np.flatnonzero(np.isin(ids, list(stop_ids)))
+        if len(stops) and stops[0] < len(ids) - 1:
+            raise invalid(f"tokens after the stop id {ids[stops[0]]}, which is sampled token {stops[0]} of {len(ids)}")
+        if stop_ids and reason == "stop" and not len(stops):
+            raise invalid(f"stopped after token {ids[-1]}, which is none of the stop ids")
         if [token for token, _ in entries] != token_ids:
             raise invalid(f"{len(entries)} log-probabilities that don't belong to the {len(ids)} sampled tokens")
         if not all(type(value) is float or (type(value) is int and abs(value) < 2**31) for _, value in entries):

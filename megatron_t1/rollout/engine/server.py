@@ -42,6 +42,7 @@ class VllmServer:
 
     Attributes:
         url: base address, once started.
+        served_name: of the model, once started; no other engine has it.
         build: the installed vLLM.
         router_dtype: of the router's logits, as the engine's processes found it in the loaded model; "": none looked.
     """
@@ -65,7 +66,7 @@ class VllmServer:
         self.routes = routes
         self.seed = seed
         self.build = installed_build()
-        self.url = ""
+        self.url = self.served_name = ""
         self.start_s = 0.0
         self.router_dtype = ""
         self._process: asyncio.subprocess.Process | None = None
@@ -152,12 +153,12 @@ class VllmServer:
             raise self._lost(f"the engine ended with status {process.returncode}")
 
     async def _start_once(self, port: int) -> None:
-        served_name = f"policy-{secrets.token_hex(8)}"
+        self.served_name = f"policy-{secrets.token_hex(8)}"
         command = serve_command(
             self.config,
             self.build,
             model_dir=self.model_dir,
-            served_name=served_name,
+            served_name=self.served_name,
             dtype=self.dtype,
             port=port,
             max_model_len=self.max_model_len,
@@ -177,16 +178,16 @@ class VllmServer:
                 start_new_session=True,
             )
         self.url = f"http://{HOST}:{port}"
-        await self._wait_healthy(served_name)
+        await self._wait_healthy()
 
-    async def _wait_healthy(self, served_name: str) -> None:
+    async def _wait_healthy(self) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
             while time.monotonic() < deadline:
                 if self._process.returncode is not None:
                     raise self._lost(f"the engine ended with status {self._process.returncode} while starting")
-                if await _serves(session, self.url, served_name):
+                if await _serves(session, self.url, self.served_name):
                     return
                 await asyncio.sleep(0.1)
         raise self._lost(f"the engine wasn't ready after {self.config.start_timeout_s:g} s")
@@ -217,7 +218,7 @@ async def _serves(session: aiohttp.ClientSession, url: str, served_name: str) ->
         async with session.get(f"{url}/v1/models") as response:
             models = await response.json()
             return any(model.get("id") == served_name for model in models.get("data", []))
-    except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError):
+    except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError, TypeError):
         return False
 
 
