@@ -165,7 +165,8 @@ def test_other_evaluation_options_go_to_another_directory(capsys, place):
     exported = place / "my run/hf/iter_0001"
     command, *words = shlex.split(said.partition("options): ")[2].partition("\n")[0])[1:]
     config = compose(words)
-    assert command == "eval" and config.run.dir == f"{place / 'my run'}-evaluation" and config.model.path == str(exported)
+    assert command == "eval" and config.model.path == str(exported)
+    assert config.run.dir == f"{place / 'my run'}-evaluation"
     assert config.eval.tasks == str(place / "tasks/held_out") and config.eval.attempts == 4
 
 
