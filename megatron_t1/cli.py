@@ -168,7 +168,7 @@ def _report(error: T1Error, status: int) -> int:
     if os.environ.get("T1_DEBUG") == "1":
         traceback.print_exc()
     else:
-        from megatron_t1.report.printable import printable
+        from megatron_t1.printable import printable
 
         print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
     return status

@@ -19,7 +19,7 @@ from megatron_t1.commands.arguments import Parser
 from megatron_t1.config.schema import EngineConfig
 from megatron_t1.errors import ConfigError, IncompleteError, T1Error
 from megatron_t1.paths import RunPaths
-from megatron_t1.report.printable import printable
+from megatron_t1.printable import printable
 from megatron_t1.report.show import make_console
 from megatron_t1.trajectory.record import Trajectory
 

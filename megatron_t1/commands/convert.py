@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_t1.cli import Invocation
 from megatron_t1.commands.arguments import Parser
 from megatron_t1.errors import ConfigError
-from megatron_t1.report.printable import printable
+from megatron_t1.printable import printable
 
 
 def check(invocation: Invocation) -> int:

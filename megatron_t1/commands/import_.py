@@ -23,7 +23,7 @@ from megatron_t1.loop.steps import total_iterations
 from megatron_t1.manifest import FinishedStep, Manifest
 from megatron_t1.paths import RunPaths
 from megatron_t1.phase import PhaseResult
-from megatron_t1.report.printable import printable
+from megatron_t1.printable import printable
 from megatron_t1.trajectory.exchange import log_names
 from megatron_t1.trajectory.record import Trajectory
 from megatron_t1.trajectory.selection import select

@@ -59,7 +59,7 @@ def verify(invocation: Invocation) -> int:
     parser.add_argument("run")
     options = parser.parse_args(invocation.arguments)
     from megatron_t1.loop.verify import verify_run
-    from megatron_t1.report.printable import printable
+    from megatron_t1.printable import printable
 
     found = verify_run(options.run)
     for problem in found.problems:

@@ -265,16 +265,16 @@ def refusal(job: slurm_jobs.Job, began: bool) -> str:
 def obstacle(job: slurm_jobs.Job) -> str:
     """What to do about a job that won't start by itself; "" for one that only waits for its turn."""
     if job.reason == slurm_jobs.LAUNCH_FAILED:
-        return f"a node couldn't start it, so Slurm holds it: `scontrol release {job.id}` lets it try again"
+        return f"a node couldn't start it, so Slurm holds it: `scontrol release {job.word}` lets it try again"
     if job.reason == "JobHeldAdmin":
         return "an administrator holds it, and can release it"
     if job.reason in HELD:
-        return f"it is held: `scontrol release {job.id}` lets it start"
+        return f"it is held: `scontrol release {job.word}` lets it start"
     if job.reason == "DependencyNeverSatisfied":
-        return f"it will never start: `scancel {job.id}`, then submit again"
+        return f"it will never start: `scancel {job.word}`, then submit again"
     if job.reason in IMPOSSIBLE:
         return (
-            f"it can't start as it was asked for: `scancel {job.id}`, mend cluster.slurm.sbatch_args and submit again"
+            f"it can't start as it was asked for: `scancel {job.word}`, mend cluster.slurm.sbatch_args and submit again"
         )
     return ""
 

@@ -204,7 +204,7 @@ def group_names(directories: Iterable[Path]) -> dict[str, list[str]]:
 
 def as_override(key: str, value: str | Path) -> str:
     """`key=value` as compose takes it, whatever a path has in it: commas, equals signs and brackets are syntax."""
-    text = str(value)
+    text = str(value).replace("${", r"\${")  # no interpolation
     if not _PLAIN.fullmatch(text):
         # Backslashes are ordinary characters, but for those before a quote.
         text = "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"

@@ -20,7 +20,7 @@ from megatron_t1.environment.sandbox.interface import Change
 from megatron_t1.environment.scripts import Scripts, is_in, read_scripts
 from megatron_t1.environment.task import DEFAULT_WORKDIR, Task
 from megatron_t1.errors import T1Error
-from megatron_t1.report.printable import printable
+from megatron_t1.printable import printable
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/tests")  # looked after by the backends
 OPENING = {"link", "closed", "other", ""}  # kinds of entries that may stand for a directory whose content isn't listed

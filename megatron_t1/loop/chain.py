@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from megatron_t1.config.schema import Config
-from megatron_t1.errors import T1Error
+from megatron_t1.errors import T1Error, readable
 from megatron_t1.loop import job_list, slurm_jobs
 from megatron_t1.loop.headway import finished_keys, headway
 from megatron_t1.loop.launcher import Stopped
@@ -76,8 +76,8 @@ def run_link(
     except Exception as error:
         try:
             successor = _verified(config, waiting, OTHER[kind], job, say)
-        except T1Error as refused:  # beside which the link's own error stays the one to read
-            say(f"no job that follows could be handed in: {refused.problem}; `t1 slurm status` says how to go on")
+        except (T1Error, OSError) as refused:  # beside which the link's own error stays the one to read
+            say(f"no job that follows could be handed in: {readable(refused)}; `t1 slurm status` says how to go on")
         else:
             if isinstance(error, Stopped):
                 say(f"job {successor} goes on, unless this job was cancelled")  # which only its successor can know

@@ -7,6 +7,7 @@ import os
 import shutil
 
 from megatron_t1.config.dtypes import OPTIMIZER_BYTES, WIDTHS
+from megatron_t1.config.inputs import CHECKPOINT_MARKER
 from megatron_t1.config.schema import Config
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import reserve
@@ -27,7 +28,7 @@ FILES_OF_AN_EPISODE = 2  # the record, and the name it is written under
 def require_space(config: Config, manifest: Manifest, step: Step) -> None:
     """Raise T1Error when the run's file system has less room than the step is expected to need, or grants it less."""
     needed = FLOOR_BYTES + sum(
-        max(0, expected_bytes(config, manifest, phase) - _written_so_far(config, step.iteration, phase))
+        max(0, expected_bytes(config, manifest, phase) - _saved_so_far(config, step.iteration, phase))
         for phase in step.phases
     )
     free = shutil.disk_usage(config.run.dir).free
@@ -86,10 +87,12 @@ def _checkpoints_at_once(config: Config, phase: str) -> int:
     return 1 + (getattr(config.train, phase).checkpoint_every > 0) + best
 
 
-def _written_so_far(config: Config, iteration: int, phase: str) -> int:
-    """Bytes of the checkpoints in a phase's middle: one that goes on has them already, and replaces them."""
-    directory = RunPaths.of(config.run.dir).progress(iteration, phase)
-    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
+def _saved_so_far(config: Config, iteration: int, phase: str) -> int:
+    """Bytes of the checkpoints in a phase's middle that are among those counted: one that goes on has them already."""
+    found = RunPaths.of(config.run.dir).progress(iteration, phase).glob(f"step_*/{CHECKPOINT_MARKER}")
+    complete = sorted(marker.parent for marker in found if marker.parent.suffix == "")
+    counted = complete[::-1][: _checkpoints_at_once(config, phase) - 1]
+    return sum(path.lstat().st_size for directory in counted for path in directory.rglob("*") if path.is_file())
 
 
 def _episodes(config: Config, phase: str) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_t1 import atomic
+from megatron_t1.paths import MODEL_PATTERNS
 
-PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # weights, settings, tokenizer
 TRUSTED_FROM_BYTES = 1 << 30  # a larger file is hashed again only when its size or modification time has changed
 HASHING_THREADS = 8
 LARGE_BYTES = 16 << 30  # to be read: longer than a user waits without being told
@@ -47,7 +47,7 @@ def describe(
         before_file()
         return atomic.sha256_file(path)
 
-    paths = sorted({path for pattern in PATTERNS for path in model_dir.glob(pattern) if path.is_file()})
+    paths = sorted({path for pattern in MODEL_PATTERNS for path in model_dir.glob(pattern) if path.is_file()})
     found = {path: _facts(path) for path in paths}
     to_read = sum(facts["size"] for path, facts in found.items() if not trusted(path, facts))
     if to_read >= LARGE_BYTES:

@@ -24,11 +24,12 @@ HET_GROUPS = {kind: group for group, kind in enumerate(KINDS)}
 ELSEWHERE = r"""
 elsewhere() {
     trap '' TERM
-    local node=${SLURMD_NODENAME:-$(hostname)} out
-    local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}} # one task's number stands for all
-    job=${job:-${SLURM_JOB_ID:-0}}
+    local node=${SLURMD_NODENAME:-$(hostname)} job=${SLURM_JOB_ID:-0} shown task out
+    shown=$(scontrol show job "$job" -o | sed -n "/^JobId=$job /p")
+    task=$(sed -n '1s/.* ArrayJobId=\([0-9]*\) ArrayTaskId=\([0-9]*\) .*/\1_\2/p' <<<"$shown")
+    job=${task:-$job} # the number of one task of an array stands for all of them
     echo "error: job $job can't begin on $node: $1" >&2
-    out=$(scontrol show job "$job" -o | sed -n '1s/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    out=$(sed -n '1s/.* ExcNodeList=\([^ ]*\).*/\1/p' <<<"$shown")
     if [[ $out == "(null)" ]]; then out=; fi
     if (($(scontrol show hostnames "$out" | wc -l) < 8)); then
         echo "  it is queued again, for other nodes" >&2

@@ -36,13 +36,13 @@ from megatron_t1.model.safetensors_io import (
 )
 from megatron_t1.model.stored import NESTED_CONFIG
 from megatron_t1.model.weight_files import INDEX_FILE, SINGLE_FILE, has_index
+from megatron_t1.paths import TEMPLATE_PATTERNS
 from megatron_t1.phase import WrittenFile
 from megatron_t1.regular import open_regular
 
 MAX_FILE_BYTES = 4 << 30
 MIN_CARRIED_BYTES = 256 << 20  # of tensors carried over by one rank, while there are so many
 # What a template directory may hold besides weights, and an export takes over.
-TEMPLATE_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def export_hf(

@@ -75,6 +75,18 @@ class OptimizerLoader:
                     group["step"] = steps
 
 
+def begin_anew(optimizer: Any) -> None:
+    """Moments and step counts of zero. What an optimizer keeps stays where it is: a fused one saves what it has."""
+    for inner in inner_optimizers(optimizer):
+        for state in inner.state.values():
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                if name in state:
+                    state[name].zero_()
+        for group in inner.param_groups:
+            if "step" in group:  # where fused optimizers count
+                group["step"] = group["step"] * 0
+
+
 def is_portable(optimizer: Any) -> bool:
     """Whether the optimizer's state loads in any layout."""
     return all(type(part).__name__ != "DistributedOptimizer" for part in _parts(optimizer))

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron_t1.errors import IncompleteError
 from megatron_t1.paths import RunPaths
-from megatron_t1.report.printable import printable
+from megatron_t1.printable import printable
 from megatron_t1.report.show import make_console, make_table, read_manifest
 from megatron_t1.trajectory.record import Origin, Trajectory
 from megatron_t1.trajectory.store import RolloutStore

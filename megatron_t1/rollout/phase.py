@@ -20,7 +20,7 @@ from megatron_t1.environment.verifier import verify
 from megatron_t1.errors import T1Error
 from megatron_t1.paths import Counters, RunPaths
 from megatron_t1.phase import PhaseResult, WrittenFile
-from megatron_t1.report.printable import printable
+from megatron_t1.printable import printable
 from megatron_t1.rollout.agent import Attempt, run_episode
 from megatron_t1.rollout.crew import ALONE, Crew
 from megatron_t1.rollout.engine.client import EngineClient

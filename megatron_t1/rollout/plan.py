@@ -117,7 +117,7 @@ def finished(store: RolloutStore, plan: Plan, contract: SamplingContract, policy
             raise MismatchError(
                 f"the record is of iteration {header.iteration}, this phase plays {planned[name].iteration}",
                 where=str(plan.directory / name),
-                remedy="remove the record; it is played again",
+                remedy="remove the directory, or use another run.dir",
             )
     return set(headers)
 

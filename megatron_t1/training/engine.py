@@ -27,7 +27,7 @@ from megatron_t1.model.build import build_model
 from megatron_t1.model.checkpoint import load_checkpoint, optimizer_differences, save_checkpoint
 from megatron_t1.model.collective import together
 from megatron_t1.model.mixed_optimizer import store_mixed_types
-from megatron_t1.model.optimizer_state import inner_optimizers
+from megatron_t1.model.optimizer_state import begin_anew
 from megatron_t1.phase import WrittenFile
 from megatron_t1.ppo.sums import Sums, merge
 from megatron_t1.routing.options import ReplayOptions
@@ -168,10 +168,7 @@ class Engine:
         """From the parameters as they are now, as before the first optimizer step: no moments, and no steps counted."""
         self.optimizer_steps = 0
         if self.optimizer is not None:
-            for inner in inner_optimizers(self.optimizer):
-                inner.state.clear()
-                for group in inner.param_groups:
-                    group.pop("step", None)  # where fused optimizers count
+            begin_anew(self.optimizer)
         self.parameters_changed()
 
     def save(

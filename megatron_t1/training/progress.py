@@ -32,9 +32,8 @@ from megatron_t1.errors import IncompleteError, MismatchError
 from megatron_t1.model.checkpoint import MARKER_FILE, files_of, read_marker, read_own, read_state
 from megatron_t1.model.collective import gather_objects, on_first_rank, together
 from megatron_t1.model.directories import publish_directory
-from megatron_t1.model.hf_export import TEMPLATE_PATTERNS
 from megatron_t1.model.random_state import random_state, restore_random_state
-from megatron_t1.paths import RunPaths
+from megatron_t1.paths import MODEL_PATTERNS, RunPaths
 from megatron_t1.phase import RESULT_FILE, PhaseResult, WrittenFile, missing_outputs, summarised
 from megatron_t1.ppo.sums import Sums
 from megatron_t1.training.context import Context
@@ -43,7 +42,6 @@ from megatron_t1.training.samples import Sample, attach
 from megatron_t1.trajectory.sidecar import read_sidecar
 
 RANDOM = "random.safetensors"
-MODEL_PATTERNS = ("*.safetensors", *TEMPLATE_PATTERNS)  # files that a run is bound to (loop.start_model)
 _STEP = re.compile(r"step_(\d{7,})", re.ASCII)
 # Options that decide what the updates of every role compute; those of the role itself come on top.
 _DECIDING = (
@@ -236,17 +234,13 @@ class Progress:
             together(lambda: restore_random_state(read_own(place, RANDOM), where=str(place)))
         else:
             self.context.say("the layout has changed since: sums are added in another order")
+        if state["fields"]:
+            together(lambda: _attach_kept(self.context.paths.root, state["fields"], samples))
         self.taken = self._saved_at = state["taken"]
         self.steps = [{n: torch.tensor(p, dtype=torch.float64) for n, p in sums.items()} for sums in state["steps"]]
         self.history, self.start, self.best = state["history"], state["start"], state["best"]
         self._fields, self._inputs = state["fields"], state["inputs"]
         engine.skipped = state["skipped"]
-        if self._fields:
-            together(lambda: self._attach_kept(samples))
-
-    def _attach_kept(self, samples: Sequence[Sample]) -> None:
-        sidecar = read_sidecar(self.context.paths.root / self._fields["directory"])
-        attach([sample for sample in samples if sample.key in sidecar], sidecar, self._fields["names"])
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -308,6 +302,11 @@ def _identity(context: Context, section: str, origin: Path, samples: Sequence[Sa
             digest.update(sample.fields["advantages"].tobytes())
     records = f"{len(samples)} records, {digest.hexdigest()[:16]}"
     return {**options, "records": records, "start": _digest_of(origin)}
+
+
+def _attach_kept(root: Path, fields: dict[str, Any], samples: Sequence[Sample]) -> None:
+    sidecar = read_sidecar(root / fields["directory"])
+    attach([sample for sample in samples if sample.key in sidecar], sidecar, fields["names"])
 
 
 def _link(source: str, target: str) -> None:

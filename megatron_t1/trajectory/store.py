@@ -202,8 +202,10 @@ class RolloutStore:
         remaining = [trajectory_id for trajectory_id in singles if trajectory_id not in sealed]
         for batch in _batches((self._load_single(name, verify=True) for name in remaining), shard_size):
             self._write_shard(batch)
-            for trajectory in batch:
-                self._single(trajectory.header.trajectory_id).unlink(missing_ok=True)
+            names = [trajectory.header.trajectory_id for trajectory in batch]
+            batch.clear()  # files are mapped
+            for name in names:
+                self._single(name).unlink(missing_ok=True)
 
     def discard(self, trajectory_id: str) -> bool:
         """Remove a record that is not sealed yet; whether there was one. Sealed records are never removed."""

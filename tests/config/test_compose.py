@@ -29,7 +29,7 @@ def test_defaults_are_the_tiny_model_on_this_machine():
 @pytest.mark.parametrize(
     "path",
     ["runs/a", "runs/00_lr=1e-6,seed=(2)", "é/ü", "a'b", "a\\'b", "a\\", "a\\\\", "a\\b", "a b", " a ", "[x]", "{y}",
-     "$HOME", "~x", "a:b", 'a"b', "5", "1e3", "null", "true"],
+     "$HOME", "~x", "a:b", 'a"b', "5", "1e3", "null", "true", "a/${b}", "a${run.seed}"],
 )  # fmt: skip
 def test_a_path_is_an_override_whatever_is_in_it(path):
     assert compose([as_override("run.dir", path)]).run.dir == path

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from loop_commands import dummy_command
 
+from megatron_t1.config.inputs import CHECKPOINT_MARKER
 from megatron_t1.errors import T1Error
 from megatron_t1.loop import reserve, space
 from megatron_t1.loop.launcher import Exit, require_success
@@ -39,6 +40,12 @@ def test_what_a_phase_has_written_before_it_was_killed_is_not_asked_for_again(co
     paths, step = RunPaths.of(config.run.dir), Step(0, ("critic",))
     written = paths.progress(0, "critic") / "step_0000001" / "__0_0.distcp"
     written.parent.mkdir(parents=True)
+    (written.parent / CHECKPOINT_MARKER).touch()
+    for unfinished in ("step_0000002.partial", "fields_0000001", "step_0000003"):
+        (written.parent.parent / unfinished).mkdir()
+        (written.parent.parent / unfinished / "file").write_bytes(bytes(500))
+    (written.parent.parent / "step_0000002.partial" / CHECKPOINT_MARKER).touch()
+    config.train.critic.checkpoint_every = 1
     asked = []
     monkeypatch.setattr(space, "FLOOR_BYTES", 1000)
     monkeypatch.setattr(space, "expected_bytes", lambda *_: 5000)

@@ -105,6 +105,54 @@ def test_optimizer_that_never_stepped_is_saved_and_continues(tmp_path, backend):
     assert train_steps(other, other_optimizer, range(2)) == train_steps(wrapped, optimizer, range(2))
 
 
+class Fused(torch.optim.Optimizer):
+    """Counts steps in its groups, as the fused Adam of Transformer Engine and Apex does; moves nothing."""
+
+    def __init__(self, params, lr=1e-3, **options):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                moments = self.state[parameter]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    moments.setdefault(name, torch.zeros_like(parameter)).add_(1)
+
+
+def pushed(engine):
+    """One optimizer step by a gradient of ones."""
+    for module in engine.modules:
+        for parameter in module.parameters():
+            parameter.main_grad.fill_(1.0)
+    engine.optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_begins_anew_is_saved_and_continues(tmp_path, backend, monkeypatch, make_engine, fused):
+    from megatron_t1.model.checkpoint import read_marker
+    from megatron_t1.model.optimizer_state import inner_optimizers
+
+    if fused:
+        monkeypatch.setattr("megatron.core.optimizer.Adam", Fused)
+        monkeypatch.setattr("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False)
+    engine = make_engine()
+    pushed(engine)
+    engine.optimizer_steps = 1
+    engine.begin_anew()
+    engine.save(tmp_path / "checkpoint", 1, relative_to=tmp_path)
+    assert engine.optimizer_steps == 0 and read_marker(tmp_path / "checkpoint")["optimizer"]["steps"] == 0
+    other = make_engine()
+    other.load(tmp_path / "checkpoint")
+    for inner in inner_optimizers(other.optimizer):
+        moments = [state[name] for state in inner.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        assert moments and not any(moment.any() for moment in moments)
+    pushed(other), pushed(engine)
+    expected = dict(engine.chunks[0].named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in other.chunks[0].named_parameters())
+
+
 def test_saving_leaves_one_directory_and_no_process(trained):
     import psutil
 

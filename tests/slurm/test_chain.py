@@ -63,10 +63,15 @@ def test_a_lost_successor_is_replaced_after_work_a_failure_and_a_stop(config, sl
 
 
 @pytest.mark.parametrize("end", [T1Error("the phase failed"), Stopped(15)])
-def test_a_link_that_can_t_hand_on_still_says_what_ended_it(config, slurm, end):
-    slurm.refuses = "QOSMaxSubmitJobPerUserLimit"
+@pytest.mark.parametrize("full", [False, True])
+def test_a_link_that_can_t_hand_on_still_says_what_ended_it(config, slurm, monkeypatch, end, full):
+    slurm.refuses = refused = "QOSMaxSubmitJobPerUserLimit"
+    if full:
+        refused = "No space left on device (ENOSPC)"
+        error = OSError(28, "No space left on device", "jobs.jsonl")
+        monkeypatch.setattr(chain, "_verified", lambda *_: fail(error)())
     said = link(config, work=fail(end))
-    assert said.endswith(f"raised {end}") and "no job that follows could be handed in: QOSMaxSubmit" in said
+    assert said.endswith(f"raised {end}") and f"no job that follows could be handed in: {refused}" in said
 
 
 def test_a_link_that_slurm_has_lost_hands_on_all_the_same(config, slurm, monkeypatch):

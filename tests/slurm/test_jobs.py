@@ -137,6 +137,11 @@ def test_what_keeps_a_job_from_starting_is_said_with_its_remedy(reason, priority
     assert (says in obstacle(job)) if says else (obstacle(job) == "")
 
 
+def test_one_task_of_an_array_is_named_as_one_in_a_remedy():
+    held = {"JobState": "PENDING", "Reason": "DependencyNeverSatisfied", "ArrayJobId": "7", "ArrayTaskId": "2"}
+    assert "`scancel 7_2`" in obstacle(slurm_jobs.Job(7, held))
+
+
 def test_a_job_is_found_among_the_tasks_of_its_array(monkeypatch):
     shown = (
         "JobId=12 ArrayJobId=12 ArrayTaskId=1 JobName=a JobState=RUNNING Restarts=2 NodeList=n2\n"

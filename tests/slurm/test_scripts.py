@@ -1,5 +1,9 @@
 """The batch scripts of all sizes: alike but for their headers, and their experiments can be composed."""
 
+import os
+import shlex
+import subprocess
+
 import pytest
 from jobs import ROOT
 
@@ -14,6 +18,36 @@ MARK = "# From here on all scripts of this directory are the same."
 
 def test_what_they_do_on_a_node_that_lacks_something_is_what_submitted_jobs_do():
     assert all(ELSEWHERE in path.read_text() and ELSEWHERE in SCRIPT for path in SCRIPTS)
+
+
+SHOWN = (  # by Slurm for number 12, which all tasks of an array have in common with one of them
+    "JobId=12 ArrayJobId=12 ArrayTaskId=1 JobName=a ExcNodeList=n7 Features=(null)\n"
+    "JobId=11 ArrayJobId=12 ArrayTaskId=0 JobName=a ExcNodeList=(null) Features=(null)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("shown", "word", "left_out"),
+    [(SHOWN, "12_1", "n7,n3"), ("JobId=12 JobName=a ExcNodeList=(null) Features=(null)\n", "12", "n3")],
+)
+def test_a_job_goes_elsewhere_alone(tmp_path, shown, word, left_out):
+    """Whatever array it was handed in from, whose variables it may have."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/bash\n"
+        f"case $2 in\n  job) printf {shlex.quote(shown)} ;;\n  hostnames) tr , '\\n' <<<$3 ;;\n"
+        f'  *) echo "$@" >>{tmp_path}/calls ;;\nesac\n'
+    )
+    scontrol.chmod(0o755)
+    around = {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "n3", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "9"}
+    script = f"set -euo pipefail\n{ELSEWHERE}\nelsewhere 'no interpreter'"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **around}
+    ended = subprocess.run(["bash", "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 127 and f"job {word} can't begin on n3: no interpreter" in ended.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [
+        f"update JobId={word} Requeue=1", f"requeue {word}", f"update JobId={word} ExcNodeList={left_out}"
+    ]  # fmt: skip
 
 
 def test_sizes_differ_in_their_headers_only():

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import unicodedata
 
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-
 OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control characters, directions, lone surrogates, line separators
 
 
@@ -21,12 +17,3 @@ def printable(text: object) -> str:
 
 def _shown(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Print a table without cutting a cell: what goes to a file or a pipe is as wide as it needs."""
-    if not console.is_terminal:
-        needed = Measurement.get(console, console.options.update(width=10_000, max_width=10_000), table).maximum
-        if needed > console.width:
-            console.width = needed
-    console.print(table)
