@@ -14,6 +14,7 @@ settings.register_profile("shared machine", deadline=None)  # an example's time 
 settings.load_profile("shared machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
     """`make test` has two workers: slow tests, which fill the machine, one after the other; fast ones beside them."""
     for item in items:
