@@ -76,7 +76,7 @@ ppo-bench: setup
 	@$(VENV)/bin/python benchmarks/ppo.py
 
 test: setup
-	$(PYTEST) -n 2 --dist loadgroup --durations=25 --durations-min=10
+	$(PYTEST) --durations=25 --durations-min=10
 
 test-fast: setup
 	$(PYTEST) -n 2 --dist loadfile -m "not slow and not gpu"

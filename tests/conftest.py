@@ -14,13 +14,6 @@ settings.register_profile("shared machine", deadline=None)  # an example's time 
 settings.load_profile("shared machine")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
-def pytest_collection_modifyitems(items):
-    """`make test` has two workers: slow tests, which fill the machine, one after the other; fast ones beside them."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("slow" if item.get_closest_marker("slow") else item.path.name))
-
-
 @pytest.fixture(autouse=True)
 def aux_loss_scale():
     """Megatron keeps the scale of auxiliary losses on a class: one test's, of another shape, would reach the next."""
