@@ -254,9 +254,9 @@ def marked():
     return False
 def wait(condition):
     deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return condition()
+    return found  # not asked again: a process that just starts another program has no command line for a moment
 driver = os.fork()
 if driver == 0:
     asyncio.run(play())

@@ -259,6 +259,7 @@ def test_a_warmup_ends_when_held_out_tasks_say_so(make_run, run, backend):
     assert metrics["critic/optimizer_steps"] == 2 * best and metrics["critic/warmup_steps"] == 2 * epochs
 
     kept = parameters(config, backend, "critic", 1)  # of the best epoch: training only that long gives the same
+    shutil.rmtree(RunPaths.of(config.run.dir).progress(0, "critic"))  # which would refuse another number of epochs
     config.train.critic = replace(config.train.critic, warmup_epochs=best, warmup_min_epochs=best)
     run("critic", config)
     assert torch.equal(parameters(config, backend, "critic", 1), kept)
