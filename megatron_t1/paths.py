@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_t1.errors import T1Error
 
-# Files of a model's directory in Hugging Face's form.
+# Files of a model's directory in Hugging Face's form; an export takes over what isn't weights.
 TEMPLATE_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")  # settings, chat template, tokenizer
 MODEL_PATTERNS = ("*.safetensors", *TEMPLATE_PATTERNS)
 _NUMBERED = re.compile(r"iter_(\d{4,18})", re.ASCII)

@@ -21,8 +21,7 @@ from megatron_t1.audit.rescore import Rescored
 from megatron_t1.audit.run import LONG_TURNS, TargetAudit
 from megatron_t1.errors import IncompleteError
 from megatron_t1.printable import printable
-from megatron_t1.report.show import make_table
-from megatron_t1.report.tables import print_table
+from megatron_t1.report.show import make_table, print_table
 
 FORMAT = "megatron-t1 audit"
 VERSION = 1

@@ -138,10 +138,9 @@ def link(invocation: Invocation) -> int:
     parser.add_argument("kind", choices=KINDS)
     options = parser.parse_args(invocation.arguments)
     chain = Chain.read(options.run)
-    # The run as this job was given it: a relative run.dir means another place where the directory it was handed in from
-    # isn't there.
-    overrides = [word for word in chain.overrides if not word.startswith("run.dir=")]
-    config = command_config(_run_invocation([*overrides, as_override("run.dir", options.run)]))
+    # The run as this job was given it takes the place of the chain's: a relative run.dir means another place where the
+    # directory it was handed in from isn't there.
+    config = command_config(_run_invocation([*chain.overrides, as_override("run.dir", options.run)]))
     check(config, run_inputs(config), [*model_problems(config), *run_dir_problems(config)])
 
     def work() -> int:

@@ -42,7 +42,6 @@ from megatron_t1.regular import open_regular
 
 MAX_FILE_BYTES = 4 << 30
 MIN_CARRIED_BYTES = 256 << 20  # of tensors carried over by one rank, while there are so many
-# What a template directory may hold besides weights, and an export takes over.
 
 
 def export_hf(

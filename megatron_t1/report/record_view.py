@@ -12,8 +12,7 @@ from rich.text import Text
 
 from megatron_t1.errors import IncompleteError
 from megatron_t1.printable import printable
-from megatron_t1.report.show import make_console, make_table
-from megatron_t1.report.tables import print_table
+from megatron_t1.report.show import make_console, make_table, print_table
 from megatron_t1.report.transcript import STYLES, token_decoder
 from megatron_t1.trajectory.exchange import is_log
 from megatron_t1.trajectory.exchange_reader import read_exchange

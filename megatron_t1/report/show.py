@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from megatron_t1.config.schema import MonitorConfig
@@ -65,6 +66,15 @@ def make_console() -> Console:
 
 def make_table(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table without cutting a cell: what goes to a file or a pipe is as wide as it needs."""
+    if not console.is_terminal:
+        needed = Measurement.get(console, console.options.update(width=10_000, max_width=10_000), table).maximum
+        if needed > console.width:
+            console.width = needed
+    console.print(table)
 
 
 def print_run(run_dir: str | Path, console: Console | None = None) -> None:

@@ -262,7 +262,7 @@ class Trajectory:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over header and arrays: the key under which sidecars (values, advantages) refer to this record."""
-        state = hashlib.sha256(_dump(self.header.to_json()).encode())
+        state = hashlib.sha256(dump(self.header.to_json()).encode())
         for name, array in self.arrays().items():
             state.update(f"{name} {array.dtype.str} {array.shape}".encode())
             state.update(np.ascontiguousarray(array).data)
@@ -294,7 +294,7 @@ def save(trajectory: Trajectory, path: str | Path) -> None:
     metadata = {
         "format": RECORD_FORMAT,
         "schema": str(SCHEMA_VERSION),
-        "header": _dump(trajectory.header.to_json()),
+        "header": dump(trajectory.header.to_json()),
     }
     tensorfile.write_describing(
         path, trajectory.arrays(), metadata, "digest", lambda: trajectory.digest, length=DIGEST_LENGTH
@@ -389,6 +389,6 @@ def _is_digest(text: Any) -> bool:
     return isinstance(text, str) and len(text) == DIGEST_LENGTH and set(text) <= set("0123456789abcdef")
 
 
-def _dump(value: Any) -> str:
+def dump(value: Any) -> str:
     """Compact JSON with sorted keys; numpy scalars, which counters and rewards easily are, count as numbers."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=lambda item: item.item())

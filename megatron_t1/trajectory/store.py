@@ -441,7 +441,7 @@ class RolloutStore:
         metadata = {
             "format": SHARD_FORMAT,
             "schema": str(SCHEMA_VERSION),
-            "records": _index_text(records),
+            "records": record.dump(records),
         }
         self._digests[path.name] = tensorfile.write(path, tensors, metadata)
 
@@ -451,7 +451,7 @@ def _batches(trajectories: Iterable[Trajectory], shard_size: int) -> Iterator[li
     batch: list[Trajectory] = []
     size = 0
     for trajectory in trajectories:
-        needed = len(json.dumps(_index_text(_index_entry(trajectory))))  # text within a JSON header
+        needed = len(json.dumps(record.dump(_index_entry(trajectory))))  # text within a JSON header
         if batch and (len(batch) == shard_size or size + needed > INDEX_BYTES):
             yield batch
             batch, size = [], 0
@@ -463,10 +463,6 @@ def _batches(trajectories: Iterable[Trajectory], shard_size: int) -> Iterator[li
 
 def _index_entry(trajectory: Trajectory) -> dict[str, Any]:
     return {"header": trajectory.header.to_json(), "digest": trajectory.digest}
-
-
-def _index_text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=lambda item: item.item())
 
 
 def _twice(trajectory_id: str, one: str, other: str, directory: Path) -> DuplicateError:
